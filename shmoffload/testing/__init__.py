@@ -1,0 +1,1 @@
+"""The shipped test kit: polling, leak checks, the conformance suite of tiers."""

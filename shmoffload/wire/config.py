@@ -1,0 +1,304 @@
+"""Configuration: TOML text or keywords in, one checked struct out.
+
+Covers: keys, sizes with units, defaults, the closest match of a wrong key.
+Does not cover: whether a path works (its tier's worker says) nor whether memory
+suffices (``wire.region`` says).
+Who calls it: engine, supervisor, workers, command line; any thread.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from shmoffload.core.types import OffloadPolicy
+from shmoffload.errors import ConfigError
+from shmoffload.wire.layout import namespace_digest, stride_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+_UNIT: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,30}")
+MAX_TIERS: Final = 8
+
+
+def parse_size(text: str | int, *, key: str = "size") -> int:
+    """Return bytes for ``65536``, ``"64K"``, ``"64KiB"`` or ``"1.5GiB"``.
+
+    Units are powers of 1024, with or without the i.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ConfigError(
+            f'{key} = "{text}" is not a size: write a number of bytes or '
+            f'something like "64KiB" or "1.5GiB"'
+        )
+    return int(float(match[1]) * (1 << _UNIT[match[2].upper()]))
+
+
+class SessionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[session]``: who we are.
+
+    Attributes:
+        name: of the session; names in /dev/shm start with it.
+        namespace: everything that changes bytes (model, revision, dtype, KV
+            layout, parallel layout, hash seed); a different one means MISS.
+    """
+
+    name: str = "default"
+    namespace: str = ""
+
+
+class PrimaryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[primary]``: the host-memory tier that the GPU copies to.
+
+    Give ``slots`` or ``bytes``. ``block_bytes`` is the payload of a block.
+    """
+
+    block_bytes: int | str
+    slots: int | None = None
+    bytes: int | str | None = None
+
+
+class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[[tier]]``: one secondary tier, served by one worker process.
+
+    Attributes:
+        type: a registered tier: slab, fs, memory or a plug-in's name.
+        name: unique in the session; the type by default.
+        path: directory of a disk tier.
+        max_bytes: bound of the tier; None = the tier's own default.
+        min_free: free bytes of the file system that the tier leaves alone.
+        policy: what the tier asks of each request.
+        threads: load threads of the worker, 1 to 8.
+        nice: niceness of the worker, 0 to 19.
+    """
+
+    type: str
+    name: str = ""
+    path: str | None = None
+    max_bytes: int | str | None = None
+    min_free: int | str = "256MiB"
+    policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+    threads: int = 2
+    nice: int = 10
+
+
+class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[limits]``: every wait and every queue has a bound; these are they."""
+
+    job_deadline_s: float = 30.0
+    heartbeat_s: float = 1.0
+    hung_after_s: float = 10.0
+    restart_backoff_s: float = 0.1
+    restart_backoff_max_s: float = 30.0
+    credit_bytes: int | str = "256MiB"
+    outbox_messages: int = 4096
+    scan_hold_s: float = 5.0
+    start_timeout_s: float = 30.0
+    close_timeout_s: float = 10.0
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A whole configuration, checked, with sizes in bytes.
+
+    Build it with ``load``, ``from_toml``, ``from_dict`` or ``decode``; all check.
+    """
+
+    primary: PrimaryConfig
+    session: SessionConfig = SessionConfig()
+    tier: tuple[TierConfig, ...] = ()
+    limits: LimitsConfig = LimitsConfig()
+
+    @property
+    def block_bytes(self) -> int:
+        """Payload bytes of a block."""
+        return parse_size(self.primary.block_bytes, key="primary.block_bytes")
+
+    @property
+    def stride(self) -> int:
+        """Bytes of a slot: payload rounded to a page, and the header page."""
+        return stride_of(self.block_bytes)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the primary region."""
+        if self.primary.slots is not None:
+            return self.primary.slots
+        assert self.primary.bytes is not None
+        return parse_size(self.primary.bytes, key="primary.bytes") // self.stride
+
+    @property
+    def credit_bytes(self) -> int:
+        """Bytes that may be in flight to one tier."""
+        return parse_size(self.limits.credit_bytes, key="limits.credit_bytes")
+
+    @property
+    def namespace_digest(self) -> bytes:
+        """Digest in every block header; covers block size and layout as well."""
+        return namespace_digest(f"{self.session.namespace}\0{self.block_bytes}")
+
+
+def load(path: Path) -> Config:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: unreadable, no TOML, unknown key or bad value.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}): give a TOML file, see "
+            f"docs/configuration.md"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text: give a TOML file") from error
+    return from_toml(text)
+
+
+def from_toml(text: str) -> Config:
+    """Check TOML text; see ``load``."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the configuration is not TOML: {error}") from error
+    return from_dict(raw)
+
+
+def from_dict(raw: dict[str, Any]) -> Config:
+    """Check a mapping shaped like the TOML file; see ``load``."""
+    _refuse_unknown(raw, Config, "")
+    try:
+        config = msgspec.convert(raw, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the configuration has a wrong value: {error}") from error
+    names = [tier.name or tier.type for tier in config.tier]
+    config = msgspec.structs.replace(
+        config,
+        tier=tuple(
+            msgspec.structs.replace(tier, name=name)
+            for tier, name in zip(config.tier, names, strict=True)
+        ),
+    )
+    _check(config)
+    return config
+
+
+def encode(config: Config) -> bytes:
+    """Pack a configuration for another process."""
+    return msgspec.json.encode(config)
+
+
+def decode(data: bytes) -> Config:
+    """Unpack and check what ``encode`` packed.
+
+    Raises:
+        ConfigError: garbage.
+    """
+    try:
+        return from_dict(msgspec.json.decode(data, type=dict[str, Any]))
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"the packed configuration is garbage: {error}") from error
+
+
+def _check(config: Config) -> None:
+    """Check what types cannot say, one sentence per fault."""
+    if not _NAME.fullmatch(config.session.name):
+        raise ConfigError(
+            f'session.name = "{config.session.name}" is not usable: take 1 to 31 '
+            f"of a-z 0-9 _ -, beginning with a letter or digit"
+        )
+    if not 1 <= config.block_bytes <= 1 << 30:
+        raise ConfigError(
+            f"primary.block_bytes = {config.block_bytes} is out of range: "
+            f"give 1 byte to 1 GiB"
+        )
+    if (config.primary.slots is None) == (config.primary.bytes is None):
+        raise ConfigError("primary needs exactly one of slots and bytes")
+    if config.num_slots < 1:
+        raise ConfigError(
+            f"the primary has 0 blocks: one block takes {config.stride} bytes "
+            f"(payload and a header page); raise primary.bytes or primary.slots"
+        )
+    if len(config.tier) > MAX_TIERS:
+        raise ConfigError(f"{len(config.tier)} tiers are too many: {MAX_TIERS} at most")
+    _check_tiers(config)
+    for name in config.limits.__struct_fields__:
+        value = getattr(config.limits, name)
+        if not isinstance(value, str) and value <= 0:
+            raise ConfigError(f"limits.{name} = {value} must be above 0")
+    if config.credit_bytes < config.stride:
+        raise ConfigError(
+            f"limits.credit_bytes = {config.credit_bytes} is below one block "
+            f"({config.stride} bytes): nothing would ever be stored; raise it"
+        )
+
+
+def _check_tiers(config: Config) -> None:
+    seen: set[str] = set()
+    for tier in config.tier:
+        if not _NAME.fullmatch(tier.name):
+            raise ConfigError(
+                f'tier name "{tier.name}" is not usable: take a-z 0-9 _ -'
+            )
+        if tier.name in seen:
+            raise ConfigError(
+                f'two tiers are named "{tier.name}": give each [[tier]] its own name'
+            )
+        seen.add(tier.name)
+        if tier.max_bytes is not None:
+            bound = parse_size(tier.max_bytes, key=f"tier {tier.name}: max_bytes")
+            if bound < config.stride:
+                raise ConfigError(
+                    f"tier {tier.name}: max_bytes = {bound} holds no block; one takes "
+                    f"{config.stride} bytes: raise max_bytes"
+                )
+        parse_size(tier.min_free, key=f"tier {tier.name}: min_free")
+        if not 1 <= tier.threads <= 8:
+            raise ConfigError(
+                f"tier {tier.name}: threads = {tier.threads}: give 1 to 8"
+            )
+        if not 0 <= tier.nice <= 19:
+            raise ConfigError(f"tier {tier.name}: nice = {tier.nice}: give 0 to 19")
+
+
+_SECTIONS: Final[dict[str, type[msgspec.Struct]]] = {
+    "session": SessionConfig,
+    "primary": PrimaryConfig,
+    "tier": TierConfig,
+    "limits": LimitsConfig,
+}
+
+
+def _refuse_unknown(raw: dict[str, Any], struct: type[msgspec.Struct], at: str) -> None:
+    """Refuse a key that no struct has, naming the closest one that exists."""
+    known = struct.__struct_fields__
+    for key, value in raw.items():
+        if key not in known:
+            raise ConfigError(
+                f"unknown key {at}{key}: "
+                f"{closest(key, known, 'did you mean {}?', 'known are {}')}"
+            )
+        if struct is not Config or key not in _SECTIONS:
+            continue
+        for part in value if key == "tier" and isinstance(value, list) else [value]:
+            if isinstance(part, dict):
+                _refuse_unknown(part, _SECTIONS[key], f"{key}.")
+
+
+def closest(word: str, known: tuple[str, ...], one: str, many: str) -> str:
+    """Phrase the closest known word, or all of them if none is near."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return one.format(near[0]) if near else many.format(", ".join(sorted(known)))

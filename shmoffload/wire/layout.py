@@ -1,0 +1,95 @@
+"""Byte layout of everything that lies in memory or on disk.
+
+Covers: block header, slot record, page-rounded stride; pure functions on bytes.
+Does not cover: mapping and locking (``wire.region``, ``wire.session``).
+Who calls it: engine, workers, tools; any thread.
+
+A slot is ``[payload, rounded up to a page][header page]``: one contiguous value
+that any tier can write and any reader can verify. The header's bytes depend on
+key, length, namespace and payload only, so that two workers that fill it write
+the same bytes; it is stored by one assignment and never cleared first (measured:
+clear-then-fill gave 105 bad headers of 15,392).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import xxhash
+
+PAGE_BYTES: Final = 4096
+LAYOUT_VERSION: Final = 1
+
+# magic, layout, key length, payload length, namespace digest, key, payload xxh3
+_BODY: Final = struct.Struct("<8sIIQ16s40sQ")
+_SEAL: Final = struct.Struct("<Q")
+_MAGIC: Final = b"SHMOFLD\x01"
+HEADER_BYTES: Final = _BODY.size + _SEAL.size
+NAMESPACE_BYTES: Final = 16
+
+SLOT_RECORD: Final = struct.Struct("<QIHH40sQ")
+"""Slot word, payload length, key length, spare, key, spare; 64 bytes."""
+SLOT_RECORD_BYTES: Final = SLOT_RECORD.size
+
+
+def round_up_to_page(num_bytes: int) -> int:
+    """Return the smallest multiple of a page that holds ``num_bytes``."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def stride_of(block_bytes: int) -> int:
+    """Return the bytes of a slot: page-rounded payload and a header page.
+
+    A multiple of 4 KiB, because O_DIRECT refuses everything else.
+    """
+    return round_up_to_page(block_bytes) + PAGE_BYTES
+
+
+def namespace_digest(namespace: str) -> bytes:
+    """Return the 16-byte digest that every header of a namespace carries."""
+    return xxhash.xxh3_128_digest(namespace.encode())
+
+
+def seal_header(key: bytes, payload: memoryview, namespace: bytes) -> bytes:
+    """Return the header of a block; ``HEADER_BYTES`` long.
+
+    Args:
+        key: at most 40 bytes.
+        payload: the block's bytes, without padding.
+        namespace: digest from ``namespace_digest``.
+    """
+    body = _BODY.pack(
+        _MAGIC,
+        LAYOUT_VERSION,
+        len(key),
+        len(payload),
+        namespace,
+        key,
+        xxhash.xxh3_64_intdigest(payload),
+    )
+    return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def header_matches(
+    header: memoryview, key: bytes, payload: memoryview, namespace: bytes
+) -> bool:
+    """Say whether ``header`` is the header of exactly this key and payload."""
+    return bytes(header[:HEADER_BYTES]) == seal_header(key, payload, namespace)
+
+
+def key_of_header(header: memoryview, namespace: bytes) -> bytes | None:
+    """Return the key that an intact header of ``namespace`` names, else None.
+
+    The payload is not looked at: for rebuilding an index, whose blocks are
+    verified when they are loaded.
+    """
+    if len(header) < HEADER_BYTES:
+        return None
+    body, seal = header[: _BODY.size], header[_BODY.size : HEADER_BYTES]
+    if bytes(seal) != _SEAL.pack(xxhash.xxh3_64_intdigest(body)):
+        return None
+    magic, version, key_bytes, _, digest, key, _ = _BODY.unpack(body)
+    if (magic, version, digest) != (_MAGIC, LAYOUT_VERSION, namespace):
+        return None
+    return bytes(key[:key_bytes])
