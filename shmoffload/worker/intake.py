@@ -1,0 +1,108 @@
+"""From parts on the queue to whole jobs that are safe to run.
+
+Covers: epochs, key lengths, slots in range and distinct, parts in order, bounds.
+Pure: decides, touches no memory of the region.
+Does not cover: decoding (``wire.messages``), running (``executor``).
+Who calls it: the worker's main thread.
+
+Slices of memory clip silently in Python, so nothing unchecked may pass here.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shmoffload.core.types import GROUP_BYTES, MAX_KEY_BYTES
+from shmoffload.wire.messages import MAX_KEYS_PER_JOB
+
+if TYPE_CHECKING:
+    from shmoffload.wire.messages import JobPart
+
+
+@dataclass(slots=True)
+class Job:
+    """One whole store or load.
+
+    Attributes:
+        num_keys: keys that the answer speaks of, also where ``keys`` is cut short.
+        error: why it must not run; "" when it may.
+    """
+
+    job_id: int
+    is_promotion: bool
+    deadline_s: float
+    keys: list[bytes] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    num_keys: int = 0
+    error: str = ""
+
+
+class BadPartError(Exception):
+    """A part that no answer can be given to; the caller counts it and goes on."""
+
+
+class Intake:
+    """Puts the parts of a job together; holds one unfinished job at most."""
+
+    def __init__(self, *, num_slots: int, engine_epoch: int, worker_epoch: int) -> None:
+        self._num_slots = num_slots
+        self._epochs = (engine_epoch, worker_epoch)
+        self._open: Job | None = None
+        self._num_left = 0
+
+    def add(self, part: JobPart) -> Job | None:
+        """Return the job when ``part`` was its last, else None.
+
+        A job with a bad part comes out with ``error`` set, so that it is answered
+        and its slots return to the engine at once rather than at the deadline.
+
+        Raises:
+            BadPartError: of another incarnation, or out of order.
+        """
+        if (part.engine_epoch, part.worker_epoch) != self._epochs:
+            raise BadPartError("a job of another incarnation")
+        job = self._open
+        if job is None:
+            job = Job(part.job_id, part.is_promotion, part.deadline_s)
+        elif (job.job_id, job.is_promotion) != (part.job_id, part.is_promotion):
+            self._open = None
+            raise BadPartError("parts of two jobs are mixed")
+        elif part.num_left != self._num_left - len(part.keys):
+            job.error = job.error or "parts of the job are missing"
+        job.num_keys += len(part.keys)
+        job.error = job.error or self._fault(part) or self._take(job, part)
+        if part.num_left > 0:
+            self._open, self._num_left = job, part.num_left
+            return None
+        self._open = None
+        if not job.error and not _all_distinct(job):
+            job.error = "a key or a slot occurs twice"
+        return job
+
+    def _fault(self, part: JobPart) -> str:
+        if any(not GROUP_BYTES < len(key) <= MAX_KEY_BYTES for key in part.keys):
+            return f"a key has not {GROUP_BYTES + 1} to {MAX_KEY_BYTES} bytes"
+        if len(part.slots) != 4 * len(part.keys):
+            return "keys and slots differ in number"
+        return ""
+
+    def _take(self, job: Job, part: JobPart) -> str:
+        if job.num_keys > MAX_KEYS_PER_JOB:
+            job.keys.clear()
+            job.slots.clear()
+            return f"more than {MAX_KEYS_PER_JOB} keys in a job"
+        slots = array.array("i", part.slots)
+        if sys.byteorder == "big":
+            slots.byteswap()
+        if slots and (min(slots) < 0 or max(slots) >= self._num_slots):
+            return f"a slot is outside 0 to {self._num_slots - 1}"
+        job.keys += part.keys
+        job.slots += slots
+        return ""
+
+
+def _all_distinct(job: Job) -> bool:
+    return len(set(job.keys)) == len(job.keys) and len(set(job.slots)) == len(job.slots)

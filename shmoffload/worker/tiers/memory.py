@@ -1,0 +1,111 @@
+"""``memory``: a bounded dictionary in the worker; for tests and demonstrations.
+
+Covers: put, get, evict in the worker's own memory; gone with the worker.
+Does not cover: anything that lasts.
+Who calls it: the worker framework, see ``worker.tier``.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from shmoffload.errors import TierConfigError
+from shmoffload.wire.config import parse_size
+from shmoffload.worker.tier import BlockStatus, Caps, Tier, TierLimits, TierUsage
+from shmoffload.worker.tiers.lru import PinnedLru
+from shmoffload.worker.tiers.place import size_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shmoffload.wire.config import TierConfig
+    from shmoffload.worker.tier import Region
+
+DEFAULT_MAX_BYTES: Final = 256 << 20
+
+
+class MemoryTier(Tier):
+    """Blocks as byte strings; bounded, LRU."""
+
+    caps: ClassVar[Caps] = Caps(exclusive=True, durable=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._lru: PinnedLru[bytes] = PinnedLru()
+        self._evicted: list[bytes] = []
+
+    def open(self, config: TierConfig, region: Region, namespace: bytes) -> TierLimits:
+        """See ``Tier.open``; 256 MiB without ``max_bytes``."""
+        self._region = region
+        bound = config.max_bytes if config.max_bytes is not None else DEFAULT_MAX_BYTES
+        self._max_blocks = parse_size(bound, key="max_bytes") // region.stride
+        if self._max_blocks < 1:
+            raise TierConfigError(
+                f"tier {config.name}: no block of {size_words(region.stride)} fits: "
+                f"raise max_bytes"
+            )
+        capacity = self._max_blocks * region.stride
+        words = f"{self._max_blocks} blocks, {size_words(capacity)}"
+        return TierLimits(words, capacity)
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        """See ``Tier.exists``."""
+        with self._lock:
+            return [self._lru.touch(key) for key in keys]
+
+    def put(
+        self, keys: Sequence[bytes], slots: Sequence[int], deadline_s: float
+    ) -> list[BlockStatus]:
+        """See ``Tier.put``."""
+        for key, slot in zip(keys, slots, strict=True):
+            with self._lock:
+                if self._lru.touch(key):
+                    continue
+                while len(self._lru) >= self._max_blocks:
+                    victim = self._lru.evict()
+                    assert victim is not None, "nothing pins in memory"
+                    self._evicted.append(victim[0])
+            value = bytes(self._region.stride_view(slot))
+            with self._lock:
+                self._lru.insert(key, value)
+        return [BlockStatus.OK] * len(keys)
+
+    def get(
+        self, keys: Sequence[bytes], slots: Sequence[int], deadline_s: float
+    ) -> list[BlockStatus]:
+        """See ``Tier.get``."""
+        statuses = []
+        for key, slot in zip(keys, slots, strict=True):
+            with self._lock:
+                entry = self._lru.pin(key)
+                if entry is not None:
+                    self._lru.unpin(entry)  # a byte string outlives its entry
+            if entry is None:
+                statuses.append(BlockStatus.MISS)
+                continue
+            self._region.stride_view(slot)[:] = entry.value
+            statuses.append(BlockStatus.OK)
+        return statuses
+
+    def delete(self, keys: Sequence[bytes], deadline_s: float) -> None:
+        """See ``Tier.delete``."""
+        with self._lock:
+            for key in keys:
+                self._lru.remove(key)
+
+    def usage(self) -> TierUsage:
+        """See ``Tier.usage``."""
+        num_blocks = len(self._lru)
+        return TierUsage(num_blocks, num_blocks * self._region.stride)
+
+    def take_evicted(self) -> list[bytes]:
+        """See ``Tier.take_evicted``."""
+        with self._lock:
+            evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def close(self) -> None:
+        """See ``Tier.close``."""
+        self._lru = PinnedLru()
