@@ -74,6 +74,43 @@ class RequestOffloadingContext:
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
 
 
+@dataclass(frozen=True, slots=True)
+class TierTraits:
+    """What the configuration knows of a tier.
+
+    Attributes:
+        medium: ``CPU`` or ``STORAGE``; None = not known.
+        locality: ``LOCAL`` or ``REMOTE``; None = not known.
+        level: what it gets of each request; None = as its code says.
+        withheld: blocks at the end of a request that it gets only when another
+            request uses them: 0 = none, ``WITHHOLD_ALL`` = every block.
+    """
+
+    medium: str | None = None
+    locality: str | None = None
+    level: OffloadPolicy | None = None
+    withheld: int = 0
+
+
+WITHHOLD_ALL: Final = -1
+
+
+def parse_admit(text: str) -> int:
+    """Return ``TierTraits.withheld`` for ``all``, ``second`` or ``tail:N``.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if text == "all":
+        return 0
+    if text == "second":
+        return WITHHOLD_ALL
+    word, _, number = text.partition(":")
+    if word == "tail" and number.isascii() and number.isdigit() and len(number) < 8:
+        return int(number)
+    raise ValueError(f'"{text}" is no admission: give all, second or tail:N')
+
+
 @dataclass(slots=True, eq=False)
 class ReqContext:
     """One request as the manager and the tiers see it; one object for its life.
@@ -84,11 +121,14 @@ class ReqContext:
         key_positions: key -> token position where its block ends; filled by the
             planner before the manager sees the key (vLLM since 0.31). A later
             position is evicted earlier.
+        tier_levels: tier name -> what it gets, where the request says so itself;
+            filled by the manager before the tiers hear of the request.
     """
 
     req_id: str
     kv_transfer_params: Mapping[str, Any] | None = None
     key_positions: dict[OffloadKey, int] = field(default_factory=dict)
+    tier_levels: Mapping[str, OffloadPolicy] | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ReqContext) and other.req_id == self.req_id
@@ -104,11 +144,14 @@ class PrepareStoreOutput:
         keys_to_store: the absent keys of the offer, in offer order.
         slots: int32, one slot per key to store, co-indexed.
         evicted_keys: blocks that made room.
+        left_out: absent keys, the end of the offer, that found no room; only where
+            the manager accepts a prefix. Offer again from the first of them.
     """
 
     keys_to_store: Sequence[OffloadKey]
     slots: SlotArray
     evicted_keys: Sequence[OffloadKey]
+    left_out: Sequence[OffloadKey] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +190,8 @@ class JobResult:
     Attributes:
         job_id: the job that is answered.
         success: every key of the job is where it should be.
-        successful_keys: only with ``success=False`` on a promotion: the keys
-            that did arrive. None means that all keys share the verdict.
+        successful_keys: only with ``success=False``: the keys that did arrive.
+            None means that all keys share the verdict.
     """
 
     job_id: int
@@ -161,10 +204,14 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True)
 class TierUp:
-    """A worker has opened its tier and told all that it holds."""
+    """A worker has opened its tier and told all that it holds.
+
+    ``policy`` is what the tier's own code wants of requests.
+    """
 
     worker_epoch: int
     capacity_bytes: int = 0
+    policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +276,17 @@ class FinishRequest:
     req_id: str
 
 
-TierOutput: TypeAlias = AnnounceRequest | FinishRequest | JobMetadata
+@dataclass(frozen=True, slots=True)
+class RequestIncomplete:
+    """Offered keys that a REQUEST_LEVEL tier will not get; before the last word."""
+
+    req_id: str
+    keys: Sequence[OffloadKey]
+
+
+TierOutput: TypeAlias = (
+    AnnounceRequest | FinishRequest | RequestIncomplete | JobMetadata
+)
 
 
 class SlotState(enum.IntEnum):

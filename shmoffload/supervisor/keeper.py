@@ -162,7 +162,10 @@ class TierKeeper:
         )
 
     def _say_error(self) -> None:
-        _log.warning("tier %s: worker %s", self._name, self.life.reason)
+        # The engine raises a refusal's own sentence: one is enough.
+        is_refusal = self.life.state is TierState.REFUSED
+        level = logging.INFO if is_refusal else logging.WARNING
+        _log.log(level, "tier %s: worker %s", self._name, self.life.reason)
         if self.page is not None:
             self.page.set_tier_error(self._tier_idx, self.life.reason)
 

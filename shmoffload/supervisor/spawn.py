@@ -15,6 +15,7 @@ import site
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _SHELL_TIMEOUT_S: Final = 10.0
 _CONNECT_TIMEOUT_S: Final = 1.0
+_CONNECT_PAUSE_S: Final = 0.01
 # The shell leaves at once, so the supervisor's parent is init: an inference server
 # kills its descendants at shutdown, and the cleaner must not be among them.
 _DETACH: Final = '"$0" "$@" </dev/null & exit 0'
@@ -129,18 +131,25 @@ def connect_daemon(session: str) -> Channel | None:
     """Connect to the daemon that serves ``session``; None if none does.
 
     Raises:
-        StartError: the runtime directory or the socket belongs to somebody else.
+        StartError: the runtime directory or the socket belongs to somebody else, or
+            the daemon is there and does not answer: a second supervisor beside it
+            would write the same page.
     """
     dir_fd = open_runtime_dir(create=False)
     if dir_fd is None:
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        sock.settimeout(_CONNECT_TIMEOUT_S)
-        sock.connect(socket_address(dir_fd, session))
-    except OSError:  # no socket, nobody listens, or no answer in time
+        _connect(sock, socket_address(dir_fd, session))
+    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
         sock.close()
         return None
+    except OSError as error:
+        sock.close()
+        raise StartError(
+            f'the daemon of session "{session}" does not answer ({error}): end it, or '
+            f"choose another session.name"
+        ) from error
     finally:
         os.close(dir_fd)
     peer = peer_of(sock)
@@ -151,3 +160,22 @@ def connect_daemon(session: str) -> Channel | None:
             f"as {os.geteuid()}: run both as one user"
         )
     return Channel(sock)
+
+
+def _connect(sock: socket.socket, address: str) -> None:
+    """Connect, and wait a little while the backlog is full: EAGAIN, at once.
+
+    Raises:
+        OSError: no daemon, or none that accepts in time.
+    """
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+    sock.settimeout(_CONNECT_TIMEOUT_S)
+    while True:
+        try:
+            sock.connect(address)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_CONNECT_PAUSE_S)
+        else:
+            return

@@ -134,11 +134,21 @@ class Channel:
             raise DescriptorsLostError(
                 "descriptors were lost: raise the limit of open files (ulimit -n)"
             )
-        if not data:
+        if not data and self._is_hung_up():
             for fd in fds:
                 os.close(fd)
             raise ChannelClosedError("the peer closed its end")
         return data, fds
+
+    def _is_hung_up(self) -> bool:
+        """Tell end of file from an empty datagram: both are received as ``b""``.
+
+        Asked after those only. The end is there for good before it is received, so
+        that without it the datagram was a live peer's garbage.
+        """
+        poller = select.poll()
+        poller.register(self._sock, select.POLLRDHUP)
+        return bool(poller.poll(0))
 
     def wait(self, *, timeout_s: float) -> bool:
         """Wait until something can be received or the peer is gone."""

@@ -9,23 +9,27 @@ Who calls it: engine, supervisor, workers, command line; any thread.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final, Literal
 
 import msgspec
 
-from shmoffload.core.types import OffloadPolicy
+from shmoffload.core.types import OffloadPolicy, parse_admit
 from shmoffload.errors import ConfigError
 from shmoffload.wire.layout import namespace_digest, stride_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 _UNIT: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,30}")
 MAX_TIERS: Final = 8
+MAX_WAIT_S: Final = 86400
+MAX_PATH_BYTES: Final = 1024
+BUILT_IN_POLICIES: Final = ("auto", "lru", "arc", "arc2")
+POLICY_GROUP: Final = "shmoffload.policies"
+"""Entry points of other eviction policies: ``name = "module:factory"``."""
 
 
 def parse_size(text: str | int, *, key: str = "size") -> int:
@@ -63,12 +67,16 @@ class SessionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PrimaryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[primary]``: the host-memory tier that the GPU copies to.
 
-    Give ``slots`` or ``bytes``. ``block_bytes`` is the payload of a block.
+    Give ``slots`` or ``bytes``. ``block_bytes`` is the payload of a block,
+    ``policy`` the eviction order: a built-in one or a plug-in's name.
+    ``accept_prefix``: store the part of an offer that finds room.
     """
 
     block_bytes: int | str
     slots: int | None = None
     bytes: int | str | None = None
+    policy: str = "auto"
+    accept_prefix: bool = False
 
 
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +88,11 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         path: directory of a disk tier.
         max_bytes: bound of the tier; None = the tier's own default.
         min_free: free bytes of the file system that the tier leaves alone.
-        policy: what the tier asks of each request.
+        policy: what the tier asks of each request; None = as its code says.
+        admit: what it gets at first store: all, second (only what is used again)
+            or tail:N (all but a request's last N blocks).
+        medium: where it keeps blocks, for ``kv_load_tiers``; None = by its type.
+        locality: of that place; None = by its type.
         threads: load threads of the worker, 1 to 8.
         nice: niceness of the worker, 0 to 19.
     """
@@ -90,7 +102,10 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str | None = None
     max_bytes: int | str | None = None
     min_free: int | str = "256MiB"
-    policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+    policy: OffloadPolicy | None = None
+    admit: str = "all"
+    medium: Literal["CPU", "STORAGE"] | None = None
+    locality: Literal["LOCAL", "REMOTE"] | None = None
     threads: int = 2
     nice: int = 10
 
@@ -106,6 +121,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     credit_bytes: int | str = "256MiB"
     outbox_messages: int = 4096
     scan_hold_s: float = 5.0
+    max_cascade_share: float = 1.0
     start_timeout_s: float = 30.0
     close_timeout_s: float = 10.0
 
@@ -150,14 +166,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return namespace_digest(f"{self.session.namespace}\0{self.block_bytes}")
 
 
-def load(path: Path) -> Config:
+def load(path: Path | str) -> Config:
     """Read a TOML file.
 
     Raises:
         ConfigError: unreadable, no TOML, unknown key or bad value.
     """
     try:
-        text = path.read_text()
+        text = Path(path).read_text()
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}): give a TOML file, see "
@@ -179,6 +195,8 @@ def from_toml(text: str) -> Config:
 
 def from_dict(raw: dict[str, Any]) -> Config:
     """Check a mapping shaped like the TOML file; see ``load``."""
+    if isinstance(raw.get("tier"), dict):
+        raise ConfigError("[tier] is a list: write [[tier]], with two brackets")
     _refuse_unknown(raw, Config, "")
     try:
         config = msgspec.convert(raw, Config)
@@ -232,18 +250,53 @@ def _check(config: Config) -> None:
             f"the primary has 0 blocks: one block takes {config.stride} bytes "
             f"(payload and a header page); raise primary.bytes or primary.slots"
         )
+    _check_policy(config.primary.policy)
     if len(config.tier) > MAX_TIERS:
         raise ConfigError(f"{len(config.tier)} tiers are too many: {MAX_TIERS} at most")
     _check_tiers(config)
-    for name in config.limits.__struct_fields__:
-        value = getattr(config.limits, name)
-        if not isinstance(value, str) and value <= 0:
-            raise ConfigError(f"limits.{name} = {value} must be above 0")
+    _check_limits(config.limits)
     if config.credit_bytes < config.stride:
         raise ConfigError(
             f"limits.credit_bytes = {config.credit_bytes} is below one block "
             f"({config.stride} bytes): nothing would ever be stored; raise it"
         )
+
+
+def _check_limits(limits: LimitsConfig) -> None:
+    for name in limits.__struct_fields__:
+        value = getattr(limits, name)
+        is_time = name.endswith("_s")
+        if not isinstance(value, str) and not 0 < value < math.inf:
+            raise ConfigError(f"limits.{name} = {value} must be a number above 0")
+        if is_time and value > MAX_WAIT_S:
+            raise ConfigError(
+                f"limits.{name} = {value:g} is longer than a day: give at most "
+                f"{MAX_WAIT_S} (seconds)"
+            )
+    if limits.max_cascade_share > 1:
+        raise ConfigError(
+            f"limits.max_cascade_share = {limits.max_cascade_share} is a part "
+            f"of the slots: give at most 1"
+        )
+    if limits.hung_after_s < 2 * limits.heartbeat_s:
+        raise ConfigError(
+            f"limits.hung_after_s = {limits.hung_after_s:g} would find healthy workers "
+            f"hung, which beat every {limits.heartbeat_s:g} s: give at least twice "
+            f"limits.heartbeat_s"
+        )
+
+
+def _check_policy(name: str) -> None:
+    if name not in BUILT_IN_POLICIES:
+        # Here and not above: 20-30 ms that a built-in policy does not pay.
+        from importlib.metadata import entry_points
+
+        known = (*BUILT_IN_POLICIES, *entry_points(group=POLICY_GROUP).names)
+        if name not in known:
+            raise ConfigError(
+                f'primary.policy = "{name}" is no eviction policy: '
+                f"{closest(name, known, 'did you mean {}?', 'known are {}')}"
+            )
 
 
 def _check_tiers(config: Config) -> None:
@@ -265,6 +318,15 @@ def _check_tiers(config: Config) -> None:
                     f"tier {tier.name}: max_bytes = {bound} holds no block; one takes "
                     f"{config.stride} bytes: raise max_bytes"
                 )
+        if tier.path is not None and not _is_path(tier.path):
+            raise ConfigError(
+                f"tier {tier.name}: path is empty, has a NUL in it, or is longer than "
+                f"{MAX_PATH_BYTES} bytes: give a directory"
+            )
+        try:
+            parse_admit(tier.admit)
+        except ValueError as error:
+            raise ConfigError(f"tier {tier.name}: admit = {error}") from error
         parse_size(tier.min_free, key=f"tier {tier.name}: min_free")
         if not 1 <= tier.threads <= 8:
             raise ConfigError(
@@ -272,6 +334,10 @@ def _check_tiers(config: Config) -> None:
             )
         if not 0 <= tier.nice <= 19:
             raise ConfigError(f"tier {tier.name}: nice = {tier.nice}: give 0 to 19")
+
+
+def _is_path(path: str) -> bool:
+    return 0 < len(path.encode()) <= MAX_PATH_BYTES and "\0" not in path
 
 
 _SECTIONS: Final[dict[str, type[msgspec.Struct]]] = {

@@ -20,7 +20,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from shmoffload.core.types import OffloadPolicy  # noqa: TC001  (msgspec reads it)
+from shmoffload.core.types import OffloadPolicy
 
 PROTOCOL_VERSION: Final = 1
 MAX_KEYS_PER_FRAME: Final = 1000
@@ -49,6 +49,16 @@ class Finished(_Message, tag="F", frozen=True):
     req_id: str
 
 
+class Incomplete(_Message, tag="I", frozen=True):
+    """Keys that a tier which asked for the whole request will not get.
+
+    Before ``Finished``; several where the keys exceed a frame.
+    """
+
+    req_id: str
+    keys: list[bytes]
+
+
 class JobPart(_Message, tag="J", frozen=True):
     """A part of one cascade (store) or promotion (load).
 
@@ -63,6 +73,8 @@ class JobPart(_Message, tag="J", frozen=True):
         keys: keys of this part.
         slots: int32 little-endian, co-indexed with ``keys``.
         num_left: keys of this job still to come in later parts; 0 = last.
+        start: position of this part's first key in the job; a part that is not
+            the next one is refused, or lost keys would count as done.
     """
 
     engine_epoch: int
@@ -74,6 +86,7 @@ class JobPart(_Message, tag="J", frozen=True):
     keys: list[bytes]
     slots: bytes
     num_left: int
+    start: int = 0
 
 
 # Jobs channel, worker -> engine ------------------------------------------------
@@ -89,6 +102,7 @@ class Hello(_Message, tag="h", frozen=True):
         limits: the tier's effective limits, in words ("18887 blocks, 1.2 GiB").
         capacity_bytes: bound of the tier; 0 = unbounded.
         num_resident: keys that ``Resident`` frames will tell.
+        policy: what the tier's own code wants of requests.
     """
 
     worker_epoch: int
@@ -97,6 +111,7 @@ class Hello(_Message, tag="h", frozen=True):
     limits: str = ""
     capacity_bytes: int = 0
     num_resident: int = 0
+    policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
 
 
 class Resident(_Message, tag="r", frozen=True):
@@ -195,7 +210,7 @@ class Detached(_Message, tag="dd", frozen=True):
     """Supervisor -> engine: all workers are reaped."""
 
 
-ToWorker: TypeAlias = Announce | Finished | JobPart
+ToWorker: TypeAlias = Announce | Finished | Incomplete | JobPart
 FromWorker: TypeAlias = Hello | Resident | JobDone
 ToSupervisor: TypeAlias = Attach | HandoverAck | KillWorker | Detach
 FromSupervisor: TypeAlias = Attached | Refused | WorkerStarted | WorkerGone | Detached

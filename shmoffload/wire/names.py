@@ -15,6 +15,7 @@ the name in between.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -23,7 +24,12 @@ from typing import TYPE_CHECKING, Final
 
 import posix_ipc
 
-from shmoffload.errors import StartError
+from shmoffload.errors import (
+    BadInputError,
+    RegionTooSmallError,
+    ShmoffloadError,
+    StartError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,17 +57,15 @@ def open_name(name: str) -> int:
     """Open a name, made empty with mode 0600 if absent; close-on-exec, no lock.
 
     Raises:
-        StartError: something that is not ours has the name.
+        BadInputError: shared memory as it is mounted takes no new name.
+        StartError: something that is not ours has the name, or the system refused.
     """
     path = f"{SHM_DIR}{name}"
     try:
         # shm_open follows no symlink.
         fd: int = posix_ipc.SharedMemory(name, posix_ipc.O_CREAT, mode=0o600, size=0).fd
     except (OSError, posix_ipc.Error) as error:
-        raise StartError(
-            f"{path} cannot be opened ({error}): it is a link, or another user's; "
-            f"remove it, or choose another session.name"
-        ) from error
+        raise _refusal(path, error) from error
     os.set_inheritable(fd, False)
     there = os.fstat(fd)
     if there.st_uid != os.geteuid() or not stat.S_ISREG(there.st_mode):
@@ -71,6 +75,43 @@ def open_name(name: str) -> int:
             f"another session.name"
         )
     return fd
+
+
+def _refusal(path: str, error: OSError | posix_ipc.Error) -> ShmoffloadError:
+    """Say why a name cannot be opened, and what to type."""
+    code = error.errno if isinstance(error, OSError) else errno.EACCES
+    if code == errno.EROFS:
+        return BadInputError(
+            f"{SHM_DIR} is mounted read-only: type `mount -o remount,rw {SHM_DIR}` as "
+            f"root, or start the container without that"
+        )
+    if code in (errno.ENOSPC, errno.EDQUOT):  # an empty file takes an inode only
+        return RegionTooSmallError(
+            f"{SHM_DIR} takes no further file ({os.strerror(code)}; see `df -i "
+            f"{SHM_DIR}`): remove some there, or type `mount -o remount,nr_inodes=1M "
+            f"{SHM_DIR}` as root"
+        )
+    if code in (errno.ENOENT, errno.ENOTDIR):
+        return BadInputError(
+            f"there is no {SHM_DIR}: type `mkdir -p {SHM_DIR} && mount -t tmpfs tmpfs "
+            f"{SHM_DIR}` as root"
+        )
+    if code in (errno.EACCES, errno.EPERM) and not os.path.lexists(path):
+        return BadInputError(
+            f"this user may make no file in {SHM_DIR}: type `chmod 1777 {SHM_DIR}` as "
+            f"root"
+        )
+    if code in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO):
+        return StartError(
+            f"{path} cannot be opened ({error}): it is a link, or another user's; "
+            f"remove it, or choose another session.name"
+        )
+    if code in (errno.EMFILE, errno.ENFILE):
+        return StartError(
+            f"{path} cannot be opened: too many files are open; raise the limit "
+            f"(ulimit -n)"
+        )
+    return StartError(f"{path} cannot be opened: {error}")
 
 
 def try_lock(fd: int, *, exclusive: bool) -> bool:
@@ -133,7 +174,7 @@ def unlink_same(name: str, fd: int) -> bool:
 
 def live_sessions() -> Iterator[str]:
     """Yield the names of all sessions whose page some process holds."""
-    for entry in sorted(os.listdir(SHM_DIR)):
+    for entry in sorted(_entries()):
         if entry.startswith(NAME_PREFIX) and entry.endswith(".page"):
             session = entry[len(NAME_PREFIX) : -len(".page")]
             if is_held(page_name(session)):
@@ -150,7 +191,7 @@ def sweep(session: str | None = None) -> list[str]:
     """
     swept = []
     prefix = NAME_PREFIX if session is None else f"{NAME_PREFIX}{session}."
-    for entry in os.listdir(SHM_DIR):
+    for entry in _entries():
         if not entry.startswith(prefix):
             continue
         try:
@@ -165,3 +206,9 @@ def sweep(session: str | None = None) -> list[str]:
         finally:
             os.close(fd)
     return swept
+
+
+def _entries() -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        return os.listdir(SHM_DIR)
+    return []  # no shared memory at all: whoever makes a name says so

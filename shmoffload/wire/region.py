@@ -148,8 +148,9 @@ class PrimaryRegion:
                 f'session "{self._session}" was taken by another engine while this one '
                 f"started: start again, or choose another session.name"
             )
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)  # display only, see ``in_use``
+        with contextlib.suppress(OSError):  # no room: display only, see ``in_use``
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
         self._owner_fd = fd
         words[PHASE_WORD] = OWNED
 

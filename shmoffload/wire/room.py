@@ -3,8 +3,9 @@
 Covers: free bytes of the tmpfs, head room of the cgroup, what to type in Docker,
 in Kubernetes and on bare metal; populating a mapping.
 Does not cover: making the region (``wire.region``).
-Who calls it: ``wire.region``, at start, in the engine and in workers. Populating
-blocks for 0.2 to 0.5 s a GiB (measured), the rest does not block.
+Who calls it: ``wire.region``, at start, in the engine and in workers; the session
+page (``reserve``). Populating blocks for 0.2 to 0.5 s a GiB (measured), the rest
+does not block.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import errno
 import logging
 import mmap
 import os
+import resource
 from pathlib import Path
 from typing import Final
 
-from shmoffload.errors import RegionTooSmallError
+from shmoffload.errors import RegionTooSmallError, StartError
 from shmoffload.wire.names import SHM_DIR
 
 _log = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ _MADV_POPULATE_WRITE: Final = 23
 _POPULATE_PIECE_BYTES: Final = 256 << 20
 """madvise keeps the GIL: between pieces a Ctrl-C is heard."""
 _MIB: Final = 1 << 20
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
 
 def allocate(fd: int, num_bytes: int) -> None:
@@ -35,10 +38,9 @@ def allocate(fd: int, num_bytes: int) -> None:
     Raises:
         RegionTooSmallError: no room; the file may be partly allocated.
     """
-    room = os.fstatvfs(fd)
-    free = room.f_bavail * room.f_frsize
-    if room.f_blocks and free < num_bytes:  # 0 blocks: a tmpfs without a limit
-        raise _too_small(num_bytes, free)
+    free = _free_bytes(fd)
+    if os.fstatvfs(fd).f_blocks and free < num_bytes:  # 0: a tmpfs without a limit
+        raise _too_small(num_bytes, free, "the primary region")
     headroom = _cgroup_headroom()
     if headroom is not None and headroom < num_bytes:
         _log.warning(
@@ -48,13 +50,35 @@ def allocate(fd: int, num_bytes: int) -> None:
             headroom // _MIB,
             num_bytes // _MIB,
         )
+    reserve(fd, num_bytes, "the primary region")
+
+
+def reserve(fd: int, num_bytes: int, what: str) -> None:
+    """Give a file in shared memory its bytes, or say what keeps them.
+
+    Raises:
+        RegionTooSmallError: no room; the file may be partly allocated.
+        StartError: the system refused for another reason.
+    """
     try:
         # Not ftruncate: it succeeds on a full tmpfs, the first touch is a SIGBUS.
         os.posix_fallocate(fd, 0, num_bytes)
+    except OverflowError as error:
+        raise _too_small(num_bytes, _free_bytes(fd), what) from error
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise
-        raise _too_small(num_bytes, free) from error
+        if error.errno == errno.EFBIG:
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            if limit != resource.RLIM_INFINITY:
+                raise RegionTooSmallError(
+                    f"this user's files may have {limit} bytes at most, {what} needs "
+                    f"{num_bytes}: type `ulimit -f unlimited` before the start"
+                ) from error
+        if error.errno in _NO_ROOM:
+            raise _too_small(num_bytes, _free_bytes(fd), what) from error
+        raise StartError(
+            f"{SHM_DIR} gives no {num_bytes} bytes for {what} ({error.strerror}): see "
+            f"`mount | grep {SHM_DIR}`, it has to be a tmpfs"
+        ) from error
 
 
 def populate(mapping: mmap.mmap) -> None:
@@ -76,11 +100,16 @@ def populate(mapping: mmap.mmap) -> None:
                 bytes(view[start : start + piece : mmap.PAGESIZE])
 
 
-def _too_small(num_bytes: int, free: int) -> RegionTooSmallError:
+def _free_bytes(fd: int) -> int:
+    room = os.fstatvfs(fd)
+    return room.f_bavail * room.f_frsize
+
+
+def _too_small(num_bytes: int, free: int, what: str) -> RegionTooSmallError:
     return RegionTooSmallError(
-        f"{SHM_DIR} has {free} bytes free ({free // _MIB} MiB), the primary region "
-        f"needs {num_bytes} bytes ({-(-num_bytes // _MIB)} MiB): "
-        f"{_way_out(num_bytes)}, or lower primary.slots or primary.bytes"
+        f"{SHM_DIR} has {free} bytes free ({free // _MIB} MiB), {what} needs "
+        f"{num_bytes} bytes ({-(-num_bytes // _MIB)} MiB): {_way_out(num_bytes)}, or "
+        f"lower primary.slots or primary.bytes"
     )
 
 

@@ -183,7 +183,9 @@ class SessionPage:
         counter of a dead session shows.
 
         Raises:
-            StartError: the page is in use with other tiers, or has no room.
+            RegionTooSmallError: there is no room for the page.
+            BadInputError: shared memory as it is mounted takes no page.
+            StartError: the page is in use with other tiers, or its name not ours.
         """
         name = config.session.name
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
@@ -214,15 +216,15 @@ class SessionPage:
         """Build the page when alone with it, join it when others hold it."""
         size = _page_bytes(len(config.tier))
         if try_lock(fd, exclusive=True) and not is_unlinked(fd):
+            # Here and not above: ``status`` looks only, and shall start quickly.
+            from shmoffload.wire import room
+
             try:
                 os.ftruncate(fd, 0)
-                os.posix_fallocate(fd, 0, size)
-            except OSError as error:
+                room.reserve(fd, size, "a session page")
+            except BaseException:
                 unlink_same(page_name(config.session.name), fd)
-                raise StartError(
-                    f"{SHM_DIR} has no room for a session page of {size} bytes "
-                    f"({error.strerror}): free some, see `df {SHM_DIR}`"
-                ) from error
+                raise
             page = cls(fd, mmap.mmap(fd, size))
             page._fill(config)
             page._unmap()  # the lock is lost for an instant now: join like others

@@ -169,6 +169,7 @@ class Executor:
                 outcome.fail(piece, "the tier is backing off after failed stores")
                 continue
             self._store_piece(job, piece, outcome)
+        self._note_use(job, outcome)
         evicted = tier.take_evicted()
         if not evicted:
             return
@@ -211,12 +212,21 @@ class Executor:
                 "stores fail again and again: %s; backing off", outcome.error
             )
 
+    def _note_use(self, job: Job, outcome: Outcome) -> None:
+        """Make the first block of a job in pieces the most recently used.
+
+        A tier orders the keys of one call so; the pieces came in the other order,
+        and a request's head is of more use than its tail.
+        """
+        if self._tier.caps.exclusive and len(job.keys) > self._piece:
+            self._there(job.keys, job, outcome)
+
     def _there(self, keys: Sequence[bytes], job: Job, outcome: Outcome) -> list[bool]:
         """Ask the tier which keys it has; none, if it cannot say."""
         try:
             return self._tier.exists(keys, job.deadline_s)
-        except (OSError, TierError) as error:
-            outcome.error = outcome.error or str(error)
+        except Exception as error:  # noqa: BLE001  (a plug-in may raise anything)
+            outcome.error = outcome.error or str(error) or type(error).__name__
             return [False] * len(keys)
 
     def _seal(self, key: bytes, slot: int) -> None:
@@ -229,6 +239,7 @@ class Executor:
     def _run_load(self, job: Job, outcome: Outcome) -> None:
         for piece in self._pieces(job, outcome):
             self._load_piece(job, piece, outcome)
+        self._note_use(job, outcome)
 
     def _load_piece(self, job: Job, piece: range, outcome: Outcome) -> None:
         statuses = self._call(self._tier.get, job, piece, outcome)

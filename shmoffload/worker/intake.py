@@ -1,6 +1,7 @@
 """From parts on the queue to whole jobs that are safe to run.
 
-Covers: epochs, key lengths, slots in range and distinct, parts in order, bounds.
+Covers: epochs, key lengths, slots in range and distinct, parts in order, bounds;
+notices of keys that will not come.
 Pure: decides, touches no memory of the region.
 Does not cover: decoding (``wire.messages``), running (``executor``).
 Who calls it: the worker's main thread.
@@ -19,7 +20,7 @@ from shmoffload.core.types import GROUP_BYTES, MAX_KEY_BYTES
 from shmoffload.wire.messages import MAX_KEYS_PER_JOB
 
 if TYPE_CHECKING:
-    from shmoffload.wire.messages import JobPart
+    from shmoffload.wire.messages import Incomplete, JobPart
 
 
 @dataclass(slots=True)
@@ -66,6 +67,8 @@ class Intake:
             raise BadPartError("a job of another incarnation")
         job = self._open
         if job is None:
+            if part.start:
+                raise BadPartError("the head of a job is missing")
             job = Job(part.job_id, part.is_promotion, part.deadline_s)
         elif (job.job_id, job.is_promotion) != (part.job_id, part.is_promotion):
             self._open = None
@@ -82,8 +85,18 @@ class Intake:
             job.error = "a key or a slot occurs twice"
         return job
 
+    def note(self, notice: Incomplete) -> list[bytes]:
+        """Return the keys that a request will not bring.
+
+        Raises:
+            BadPartError: something in it is no key.
+        """
+        if not _are_keys(notice.keys):
+            raise BadPartError("a notice names what is no key")
+        return notice.keys
+
     def _fault(self, part: JobPart) -> str:
-        if any(not GROUP_BYTES < len(key) <= MAX_KEY_BYTES for key in part.keys):
+        if not _are_keys(part.keys):
             return f"a key has not {GROUP_BYTES + 1} to {MAX_KEY_BYTES} bytes"
         if len(part.slots) != 4 * len(part.keys):
             return "keys and slots differ in number"
@@ -102,6 +115,10 @@ class Intake:
         job.keys += part.keys
         job.slots += slots
         return ""
+
+
+def _are_keys(keys: list[bytes]) -> bool:
+    return all(GROUP_BYTES < len(key) <= MAX_KEY_BYTES for key in keys)
 
 
 def _all_distinct(job: Job) -> bool:

@@ -49,11 +49,16 @@ def check_tier_types(config: Config) -> None:
                 f'tier {tier.name}: there is no type "{tier.type}": '
                 f"{closest(tier.type, known, 'did you mean {}?', 'known are {}')}"
             )
-        if tier.type in _NEEDS_PATH and not tier.path:
+        if needs_path(tier.type) and not tier.path:
             raise ConfigError(
                 f"tier {tier.name}: a {tier.type} tier needs a directory: "
                 f'add path = "/some/dir"'
             )
+
+
+def needs_path(type_name: str) -> bool:
+    """Say whether a tier of this type keeps its blocks in a directory."""
+    return type_name in _NEEDS_PATH
 
 
 def load_tier(type_name: str) -> type[Tier]:

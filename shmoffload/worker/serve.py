@@ -29,6 +29,7 @@ from shmoffload.wire.channel import Channel, ChannelClosedError
 from shmoffload.wire.messages import (
     MAX_KEYS_PER_FRAME,
     Hello,
+    Incomplete,
     JobDone,
     JobPart,
     Resident,
@@ -101,6 +102,7 @@ class Worker:
             return self._refuse(error, is_config_error=True)
         can_close = True
         try:
+            self._tier = tier
             limits = tier.open(self._tier_config, self._region, self._region.namespace)
             executor = Executor(
                 tier, self._region, self._queues, self._replies, self._counters
@@ -144,6 +146,7 @@ class Worker:
             limits=limits.words,
             capacity_bytes=limits.capacity_bytes,
             num_resident=len(keys),
+            policy=tier.caps.policy,
         )
         if not self._say(hello):
             return False
@@ -168,9 +171,16 @@ class Worker:
     def _refuse(self, error: Exception, *, is_config_error: bool) -> int:
         """Say why the tier is not open; return the exit code."""
         text = str(error) or type(error).__name__
-        logger.error("%s", text)
         hello = Hello(self._worker_epoch, error=text, is_config_error=is_config_error)
-        self._replies.send(hello, give_up=lambda: True, turn_s=STOP_TIMEOUT_S)
+        sent = self._replies.send(hello, give_up=lambda: True, turn_s=STOP_TIMEOUT_S)
+        # The engine ends with these words: once is enough for a person.
+        is_said = sent and is_config_error
+        logger.log(
+            logging.DEBUG if is_said else logging.ERROR,
+            "tier %s: %s",
+            self._tier_config.name,
+            text,
+        )
         return EXIT_CONFIG if is_config_error else EXIT_FAILED
 
     def _catch_sigterm(self) -> socket.socket:
@@ -228,6 +238,8 @@ class Worker:
                     if isinstance(message, JobPart):
                         num_keys += len(message.keys)
                         self._take(self._intake.add(message))
+                    elif isinstance(message, Incomplete):
+                        self._tell(message.req_id, self._intake.note(message))
             except (msgspec.DecodeError, UnicodeDecodeError, BadPartError) as error:
                 logger.warning("a frame was dropped: %s", error)
                 self._counters.add({TierWord.GARBAGE_FRAMES: 1})
@@ -237,6 +249,12 @@ class Worker:
                     TierWord.QUEUE_KEYS: num_keys,
                 }
             )
+
+    def _tell(self, req_id: str, keys: list[bytes]) -> None:
+        try:
+            self._tier.request_incomplete(req_id, keys)
+        except Exception:  # a tier's bug must not end its process
+            logger.exception("tier %s broke on a notice", self._tier_config.name)
 
     def _take(self, job: Job | None) -> None:
         if job is None:

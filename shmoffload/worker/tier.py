@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from shmoffload.core.types import OffloadPolicy
 from shmoffload.errors import TierError
 
 if TYPE_CHECKING:
@@ -85,11 +86,14 @@ class Caps:
             truth and lookups need no probe.
         durable: blocks survive the worker.
         max_threads: concurrent ``get`` calls that the tier bears.
+        policy: what the tier wants of requests that say nothing of it, unless
+            the configuration does.
     """
 
     exclusive: bool = True
     durable: bool = False
     max_threads: int = 8
+    policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,10 @@ class Tier(ABC):
 
     @abstractmethod
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """Say which keys are here; counts as a use of those that are."""
+        """Say which keys are here; counts as a use of those that are.
+
+        Keys of one call come in the order of a request: evict the last one first.
+        """
 
     @abstractmethod
     def put(
@@ -188,6 +195,13 @@ class Tier(ABC):
     @abstractmethod
     def usage(self) -> TierUsage:
         """Return what the tier holds now; cheap, it is asked after each job."""
+
+    def request_incomplete(self, req_id: str, keys: Sequence[bytes]) -> None:
+        """Hear which keys a whole request will not bring (``policy`` request_level).
+
+        Called on the main thread, between jobs that may be running: must return at
+        once. Whoever waits for these keys has to stop waiting.
+        """
 
     def resident(self) -> Iterable[bytes]:
         """Yield all keys right after ``open``, if ``caps.exclusive``."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from shmoffload.core.types import GROUP_BYTES, MAX_KEY_BYTES
-from shmoffload.errors import TierConfigError, TierError
+from shmoffload.errors import TierError
 from shmoffload.wire.config import parse_size
 from shmoffload.worker.tier import (
     BlockStatus,
@@ -36,7 +36,14 @@ from shmoffload.worker.tier import (
     check_deadline,
 )
 from shmoffload.worker.tiers.lru import PinnedLru
-from shmoffload.worker.tiers.place import Place, bound_of, size_words, take_place
+from shmoffload.worker.tiers.place import (
+    Place,
+    bound_of,
+    no_block,
+    shown,
+    size_words,
+    take_place,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -67,9 +74,6 @@ class FsTier(Tier):
         self._region = region
         self._place = take_place(config, namespace)
         self._remove_dead_temps()
-        for prefix in range(256):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(f"{prefix:02x}", 0o700, dir_fd=self._place.dir_fd)
         found = sorted(self._scan())
         for _, key in found:
             self._lru.insert(key, None)
@@ -79,12 +83,7 @@ class FsTier(Tier):
         self._min_free = parse_size(config.min_free, key="min_free")
         self._max_blocks = bound // region.stride
         if self._max_blocks < 1:
-            free = size_words(self._place.free_bytes())
-            raise TierConfigError(
-                f"tier {config.name}: no block of {size_words(region.stride)} fits "
-                f"into {self._place.path} ({free} free): set max_bytes, lower "
-                f"min_free, or free some space"
-            )
+            raise no_block(region.stride, self._place)
         self._evict(max(0, len(self._lru) - self._max_blocks))
         self._evicted.clear()  # nobody has been told of them yet
         capacity = self._max_blocks * region.stride
@@ -97,34 +96,43 @@ class FsTier(Tier):
         for name in os.listdir(self._place.dir_fd):
             match = _TEMP.fullmatch(name)
             if match and _start_time(int(match[1])) != int(match[2]):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=self._place.dir_fd)
+                self._place.remove(name)
 
     def _scan(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (time, key) of every block; other files and symlinks are not ours."""
+        """Yield (time, key) of every block; other files and symlinks are not ours.
+
+        Makes the directories that are missing.
+
+        Raises:
+            TierConfigError: one of them is something else, or may not be read.
+        """
         assert self._place is not None
         for prefix in range(256):
-            with os.scandir(f"{self._place.path}/{prefix:02x}") as entries:
-                for entry in entries:
-                    if (
-                        _BLOCK.fullmatch(entry.name)
-                        and entry.name.startswith(f"{prefix:02x}")
-                        and entry.is_file(follow_symlinks=False)
-                    ):
-                        times = entry.stat(follow_symlinks=False)
-                        yield times.st_mtime_ns, bytes.fromhex(entry.name)
+            fd = self._place.open_directory(f"{prefix:02x}")
+            try:
+                with os.scandir(fd) as entries:
+                    for entry in entries:
+                        if (
+                            _BLOCK.fullmatch(entry.name)
+                            and entry.name.startswith(f"{prefix:02x}")
+                            and entry.is_file(follow_symlinks=False)
+                        ):
+                            times = entry.stat(follow_symlinks=False)
+                            yield times.st_mtime_ns, bytes.fromhex(entry.name)
+            finally:
+                os.close(fd)
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         """See ``Tier.exists``; answered from memory."""
         with self._lock:
-            return [self._lru.touch(key) for key in keys]
+            return self._lru.touch_all(keys)
 
     def put(
         self, keys: Sequence[bytes], slots: Sequence[int], deadline_s: float
     ) -> list[BlockStatus]:
-        """See ``Tier.put``."""
+        """See ``Tier.put``; last block first, see ``lru``: so are the files' times."""
         statuses = []
-        for key, slot in zip(keys, slots, strict=True):
+        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
             with self._lock:
                 there = self._lru.touch(key)
             if there:
@@ -140,7 +148,7 @@ class FsTier(Tier):
             with self._lock:
                 self._lru.insert(key, None)
             statuses.append(BlockStatus.OK)
-        return statuses
+        return statuses[::-1]
 
     def _make_room(self) -> None:
         """Evict until one more file keeps both bounds; the temporary one counts.
@@ -158,7 +166,7 @@ class FsTier(Tier):
         free = self._place.free_bytes()
         if free < need:
             raise TierError(
-                f"{size_words(free)} free in {self._place.path}, min_free keeps "
+                f"{size_words(free)} free in {shown(self._place.path)}, min_free keeps "
                 f"{size_words(self._min_free)}"
             )
 
@@ -202,30 +210,34 @@ class FsTier(Tier):
         self, keys: Sequence[bytes], slots: Sequence[int], deadline_s: float
     ) -> list[BlockStatus]:
         """See ``Tier.get``; a file of another length is BAD."""
-        statuses = []
-        for key, slot in zip(keys, slots, strict=True):
+        with self._lock:
+            entries = self._lru.pin_all(keys)
+        try:
+            return [
+                BlockStatus.MISS if entry is None else self._get(key, slot, deadline_s)
+                for key, slot, entry in zip(keys, slots, entries, strict=True)
+            ]
+        finally:
             with self._lock:
-                entry = self._lru.pin(key)
-            if entry is None:
-                statuses.append(BlockStatus.MISS)
-                continue
-            try:
-                check_deadline(deadline_s)
-                statuses.append(self._read(key, self._region.stride_view(slot)))
-            except FileNotFoundError:  # somebody tidied up behind our back
-                with self._lock:
-                    self._lru.remove(key)
-                statuses.append(BlockStatus.MISS)
-            except (OSError, TierError) as error:
-                statuses.append(self.fail(error))
-            finally:
-                with self._lock:
-                    self._lru.unpin(entry)
-        return statuses
+                for entry in entries:
+                    if entry is not None:
+                        self._lru.unpin(entry)
+
+    def _get(self, key: bytes, slot: int, deadline_s: float) -> BlockStatus:
+        try:
+            check_deadline(deadline_s)
+            return self._read(key, self._region.stride_view(slot))
+        except FileNotFoundError:  # somebody tidied up behind our back
+            with self._lock:
+                self._lru.remove(key)
+            return BlockStatus.MISS
+        except (OSError, TierError) as error:
+            return self.fail(error)
 
     def _read(self, key: bytes, view: memoryview) -> BlockStatus:
         assert self._place is not None
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        # O_NONBLOCK: a pipe that was planted is not waited for.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             fd = os.open(_file_of(key), flags, dir_fd=self._place.dir_fd)
         except OSError as error:

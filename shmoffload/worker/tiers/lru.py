@@ -3,6 +3,10 @@
 Covers: recency, pins of readers, victims. Pure; no lock, no I/O.
 Does not cover: where a value lies (slab slot, file, bytes): values are opaque.
 Who calls it: the tiers, under their own lock.
+
+A block of a request is of use only together with all blocks before it. So of the
+keys of one call, which come in that order, the last is the first to go: calls for
+several keys touch and pin the last one first, and tiers insert so.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 V = TypeVar("V")
 
@@ -71,6 +75,14 @@ class PinnedLru(Generic[V]):
             entry.pins += 1
             self._entries.move_to_end(key)
         return entry
+
+    def touch_all(self, keys: Sequence[bytes]) -> list[bool]:
+        """``touch`` the keys of one request, so that its first is the most recent."""
+        return [self.touch(key) for key in reversed(keys)][::-1]
+
+    def pin_all(self, keys: Sequence[bytes]) -> list[Entry[V] | None]:
+        """``pin`` the keys of one request, so that its first is the most recent."""
+        return [self.pin(key) for key in reversed(keys)][::-1]
 
     def unpin(self, entry: Entry[V]) -> bool:
         """Drop a pin; True when the value is nobody's now and may be reused."""

@@ -43,8 +43,7 @@ class MemoryTier(Tier):
         self._max_blocks = parse_size(bound, key="max_bytes") // region.stride
         if self._max_blocks < 1:
             raise TierConfigError(
-                f"tier {config.name}: no block of {size_words(region.stride)} fits: "
-                f"raise max_bytes"
+                f"no block of {size_words(region.stride)} fits: raise max_bytes"
             )
         capacity = self._max_blocks * region.stride
         words = f"{self._max_blocks} blocks, {size_words(capacity)}"
@@ -53,13 +52,13 @@ class MemoryTier(Tier):
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         """See ``Tier.exists``."""
         with self._lock:
-            return [self._lru.touch(key) for key in keys]
+            return self._lru.touch_all(keys)
 
     def put(
         self, keys: Sequence[bytes], slots: Sequence[int], deadline_s: float
     ) -> list[BlockStatus]:
-        """See ``Tier.put``."""
-        for key, slot in zip(keys, slots, strict=True):
+        """See ``Tier.put``; last block first, see ``lru``."""
+        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
             with self._lock:
                 if self._lru.touch(key):
                     continue
@@ -77,11 +76,12 @@ class MemoryTier(Tier):
     ) -> list[BlockStatus]:
         """See ``Tier.get``."""
         statuses = []
-        for key, slot in zip(keys, slots, strict=True):
-            with self._lock:
-                entry = self._lru.pin(key)
+        with self._lock:
+            entries = self._lru.pin_all(keys)
+            for entry in entries:
                 if entry is not None:
                     self._lru.unpin(entry)  # a byte string outlives its entry
+        for entry, slot in zip(entries, slots, strict=True):
             if entry is None:
                 statuses.append(BlockStatus.MISS)
                 continue

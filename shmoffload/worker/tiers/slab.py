@@ -20,6 +20,7 @@ import errno
 import logging
 import sqlite3
 import threading
+from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from shmoffload.errors import TierConfigError, TierError
@@ -36,11 +37,13 @@ from shmoffload.worker.tiers.place import (
     Place,
     bound_of,
     has_room,
+    no_block,
     no_room,
+    shown,
     size_words,
     take_place,
 )
-from shmoffload.worker.tiers.slab_file import SlabFile, runs_of
+from shmoffload.worker.tiers.slab_file import SLAB_NAME, SlabFile, runs_of
 from shmoffload.worker.tiers.slab_index import IndexDamagedError, SlabIndex, discard
 from shmoffload.worker.tiers.slab_table import SlabTable
 
@@ -82,12 +85,18 @@ class SlabTier(Tier):
         refusal = no_room(config, self._place, missing, f"a slab of {num_slots} blocks")
         if not has_room(config, self._place, missing):
             raise refusal
-        self._index, rows = self._load_index(config, num_slots)
+        rows = self._load_index(config, num_slots)
         try:
-            self._file.resize(num_slots)
+            with self._place.refusals(SLAB_NAME):
+                self._file.resize(num_slots)
         except OSError as error:
-            if error.errno == errno.ENOSPC:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise refusal from error
+            if error.errno == errno.EFBIG:
+                raise TierConfigError(
+                    f"a slab of {num_slots} blocks is larger than a file may be here: "
+                    f"raise the limit of this user (ulimit -f), or lower max_bytes"
+                ) from error
             raise
         self._table = SlabTable(num_slots, rows)
         self.direct_io = self._file.direct
@@ -101,54 +110,88 @@ class SlabTier(Tier):
         if config.max_bytes is not None or num_slots == 0:
             num_slots = bound_of(config, self._place) // self._stride
         if num_slots == 0:
-            free = size_words(self._place.free_bytes())
-            raise TierConfigError(
-                f"tier {config.name}: no block of {size_words(self._stride)} fits into "
-                f"{self._place.path} ({free} free): set max_bytes, lower min_free, or "
-                f"free some space"
-            )
+            raise no_block(self._stride, self._place)
         return num_slots
 
     def _load_index(
         self, config: TierConfig, num_slots: int
-    ) -> tuple[SlabIndex, list[tuple[bytes, int]]]:
-        """Open the index; a damaged one is made again from the slab's headers."""
-        assert self._place is not None
+    ) -> list[tuple[bytes, int]]:
+        """Open the index and return its rows; make it again if it is of no use.
+
+        Empty beside a slab is as useless as damaged: somebody removed it.
+        """
         assert self._file is not None
-        old_slots = max(num_slots, self._file.num_slots)
+        why = "it was empty"
         try:
-            index = SlabIndex(
-                self._place, stride=self._stride, namespace=self._namespace
-            )
-            rows = index.load_all(old_slots)
-            if old_slots > num_slots:
-                index.drop_beyond(num_slots)
-                rows = [row for row in rows if row[1] < num_slots]
+            self._open_index()
+            assert self._index is not None
+            if not self._index.is_new:
+                return self._known_rows(num_slots)
         except IndexDamagedError as error:
-            discard(self._place)
-            index = SlabIndex(
-                self._place, stride=self._stride, namespace=self._namespace
-            )
-            found = {
-                key: slot
-                for slot, header in self._file.headers(timeout_s=_SCAN_S)
-                if slot < num_slots
-                and (key := key_of_header(header, self._namespace)) is not None
-            }
-            rows = list(found.items())
-            index.commit(rows)
+            why = str(error)
+            self._discard_index()
+        assert self._index is not None
+        rows = self._scanned_rows(num_slots)
+        self._index.create(rows)
+        if self._file.num_slots > 0:
             logger.warning(
                 "tier %s: its index was unusable (%s); %d blocks found in the slab",
                 config.name,
-                error,
+                why,
                 len(rows),
             )
-        return index, rows
+        return rows
+
+    def _open_index(self) -> None:
+        assert self._place is not None
+        self._index = SlabIndex(
+            self._place, stride=self._stride, namespace=self._namespace
+        )
+
+    def _discard_index(self) -> None:
+        """Put an empty index in the place of a damaged one.
+
+        Raises:
+            TierError: that is damaged as well, so it is the disk.
+        """
+        assert self._place is not None
+        if self._index is not None:
+            self._index.close()
+            self._index = None
+        discard(self._place)
+        try:
+            self._open_index()
+        except IndexDamagedError as error:
+            raise TierError(
+                f"no index can be made in {shown(self._place.path)} ({error})"
+            ) from error
+
+    def _known_rows(self, num_slots: int) -> list[tuple[bytes, int]]:
+        """Return the rows whose bytes are there and stay there."""
+        assert self._file is not None
+        assert self._index is not None
+        rows = self._index.load_all(max(num_slots, self._file.num_slots))
+        end = min(num_slots, self._file.num_slots)
+        kept = [row for row in rows if row[1] < end]
+        if len(kept) < len(rows):
+            self._index.drop_beyond(end)
+        return kept
+
+    def _scanned_rows(self, num_slots: int) -> list[tuple[bytes, int]]:
+        """Return the blocks that their headers name."""
+        assert self._file is not None
+        found = {
+            key: slot
+            for slot, header in self._file.headers(timeout_s=_SCAN_S)
+            if slot < num_slots
+            and (key := key_of_header(header, self._namespace)) is not None
+        }
+        return list(found.items())
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         """See ``Tier.exists``; never waits for the disk."""
         with self._lock:
-            return [self._table.lru.touch(key) for key in keys]
+            return self._table.lru.touch_all(keys)
 
     def put(
         self, keys: Sequence[bytes], slots: Sequence[int], deadline_s: float
@@ -157,7 +200,8 @@ class SlabTier(Tier):
         assert self._file is not None
         statuses = [BlockStatus.OK] * len(keys)
         with self._lock:
-            todo = [i for i, key in enumerate(keys) if not self._table.lru.touch(key)]
+            there = self._table.lru.touch_all(keys)
+            todo = [i for i, is_in in enumerate(there) if not is_in]
             self._evicted += self._table.make_room(len(todo))
         self._flush_stale()
         with self._lock:
@@ -189,8 +233,12 @@ class SlabTier(Tier):
         reserved: list[int],
         statuses: list[BlockStatus],
     ) -> None:
-        """Record written blocks in the index, then show them; give up the rest."""
+        """Record written blocks in the index, then show them; give up the rest.
+
+        Last block first, see ``lru``.
+        """
         assert self._index is not None
+        written = sorted(written, key=itemgetter(1), reverse=True)
         try:
             self._index.commit([(keys[i], slot) for slot, i in written])
         except sqlite3.Error as error:
@@ -227,7 +275,7 @@ class SlabTier(Tier):
         assert self._file is not None
         statuses = [BlockStatus.MISS] * len(keys)
         with self._lock:
-            entries = [self._table.lru.pin(key) for key in keys]
+            entries = self._table.lru.pin_all(keys)
         pairs = sorted((e.value, i) for i, e in enumerate(entries) if e is not None)
         try:
             for first, positions in runs_of(pairs, stride=self._stride):
@@ -279,8 +327,9 @@ class SlabTier(Tier):
         """See ``Tier.close``; saves the order of use."""
         if self._index is not None:
             try:
-                self._flush_stale()
-                self._index.save_order(slot for _, slot in self._table.lru.items())
+                if not self._index.is_new:
+                    self._flush_stale()
+                    self._index.save_order(slot for _, slot in self._table.lru.items())
             except (sqlite3.Error, TierError) as error:
                 logger.warning("the slab's order of use was not saved: %s", error)
             self._index.close()

@@ -1,7 +1,7 @@
 """The slab's index on disk: which key lies in which slab slot.
 
-Covers: four calls (``load_all``, ``commit``, ``save_order``, ``close``) over SQLite
-in WAL mode; what a damaged or foreign file leads to.
+Covers: five calls (``create``, ``load_all``, ``commit``, ``save_order``, ``close``)
+over SQLite in WAL mode; what a damaged or foreign file leads to.
 Does not cover: recency while running and free slots (``slab_table``).
 Who calls it: ``slab``; any thread, one at a time by the lock in here; each call
 may wait for the disk.
@@ -23,7 +23,9 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from shmoffload.core.types import GROUP_BYTES, MAX_KEY_BYTES
+from shmoffload.errors import TierConfigError, TierError
 from shmoffload.wire.layout import LAYOUT_VERSION
+from shmoffload.worker.tiers.place import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,11 +33,21 @@ if TYPE_CHECKING:
     from shmoffload.worker.tiers.place import Place
 
 INDEX_NAME: Final = "index.sqlite"
-_FILES: Final = (INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm")
+_SIDE_FILES: Final = tuple(f"{INDEX_NAME}-{end}" for end in ("wal", "shm", "journal"))
+_TABLES: Final = {("table", "meta"), ("table", "blocks")}
 _SCHEMA: Final = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE blocks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, seq INTEGER);
 """
+_MAX_SEQ: Final = 1 << 62
+_MAX_PATH_BYTES: Final = 504
+"""Measured (SQLite 3.40): 512 without the longest of its endings."""
+_MAY_PASS: Final = frozenset(
+    {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL}
+)
+_HOPELESS: Final = frozenset(
+    {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM}
+)
 
 
 class IndexDamagedError(Exception):
@@ -46,62 +58,115 @@ class SlabIndex:
     """Rows (key, slab slot) that outlive the worker."""
 
     def __init__(self, place: Place, *, stride: int, namespace: bytes) -> None:
-        """Open the index, or make an empty one.
+        """Open the index; ``is_new`` says that it is empty: ``create`` it.
 
         Raises:
             IndexDamagedError: garbage, or of another layout; ``discard`` it.
+            TierConfigError: it can be used by no start.
+            TierError: locked, or no room; may work later.
             OSError: the system refused.
         """
-        # SQLite would create it 0644 and follow a symlink.
+        # SQLite would create it 0644 and follow symlinks.
         os.close(place.open_file(INDEX_NAME, os.O_RDWR | os.O_CREAT))
+        for name in _SIDE_FILES:
+            place.require_plain(name)
+        self._path = f"{place.path}/{INDEX_NAME}"
         self._lock = threading.Lock()
         self._seq = 0
-        self._db = sqlite3.connect(
-            f"{place.path}/{INDEX_NAME}",
-            timeout=5.0,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        meta: dict[str, int | bytes] = {
+        self._meta: dict[str, int | bytes] = {
             "layout": LAYOUT_VERSION,
             "stride": stride,
             "namespace": namespace,
         }
+        with self._sentences():
+            self._db = sqlite3.connect(
+                self._path, timeout=5.0, isolation_level=None, check_same_thread=False
+            )
         try:
-            self._open(meta)
-        except sqlite3.DatabaseError as error:
-            self._db.close()
-            raise IndexDamagedError(str(error)) from error
-        except IndexDamagedError:
+            with self._sentences():
+                self.is_new = self._open()
+        except BaseException:
             self._db.close()
             raise
 
-    def _open(self, meta: dict[str, int | bytes]) -> None:
+    def _open(self) -> bool:
+        """Say whether nothing has been made yet; refuse what we did not make."""
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=OFF")
-        if not self._db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
-            with self._transaction():
+        objects = set(self._db.execute("SELECT type, name FROM sqlite_master"))
+        if not objects:
+            return True
+        if objects != _TABLES:
+            raise IndexDamagedError("it has not the tables that we made")
+        if dict(self._db.execute("SELECT name, value FROM meta")) != self._meta:
+            raise IndexDamagedError("it was made for another layout")
+        return False
+
+    @contextlib.contextmanager
+    def _sentences(self) -> Iterator[None]:
+        """Tell damage from a system that refuses: that costs no row.
+
+        Raises:
+            IndexDamagedError: SQLite cannot make sense of the file.
+            TierConfigError: SQLite will never open it.
+            TierError: may work later.
+        """
+        try:
+            yield
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            words = f"{shown(self._path)} cannot be used ({error})"
+            if code in _HOPELESS and len(os.fsencode(self._path)) > _MAX_PATH_BYTES:
+                raise TierConfigError(
+                    f"{words}: SQLite takes at most {_MAX_PATH_BYTES} bytes of path, "
+                    f"give the tier a shorter one"
+                ) from error
+            if code in _HOPELESS:
+                raise TierConfigError(
+                    f"{words}: let this user read and write it, or give the tier "
+                    f"another path"
+                ) from error
+            if code in _MAY_PASS:
+                raise TierError(words) from error
+            raise IndexDamagedError(str(error)) from error
+
+    def create(self, rows: Sequence[tuple[bytes, int]]) -> None:
+        """Make the tables with the rows (key, slot), least recently used first.
+
+        All or nothing: who dies in between leaves an index that ``is_new``, and not
+        one that says the slab is empty.
+
+        Raises:
+            TierConfigError: it can be made by no start.
+            TierError: it cannot be made now.
+        """
+        try:
+            with self._sentences(), self._lock, self._transaction():
                 for statement in filter(str.strip, _SCHEMA.split(";")):
                     self._db.execute(statement)
-                self._db.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
-        elif dict(self._db.execute("SELECT name, value FROM meta")) != meta:
-            raise IndexDamagedError("it was made for another layout")
+                self._db.executemany(
+                    "INSERT INTO meta VALUES (?, ?)", self._meta.items()
+                )
+                self._insert(rows)
+        except IndexDamagedError as error:  # an index that was only now made
+            raise TierError(f"{shown(self._path)} cannot be made ({error})") from error
+        self.is_new = False
 
     def load_all(self, num_slots: int) -> list[tuple[bytes, int]]:
         """Return all rows as (key, slot), least recently used first.
 
         Raises:
             IndexDamagedError: unreadable, or a row that we cannot have written.
+            TierError: not readable now.
         """
-        try:
+        with self._sentences():
             rows = self._db.execute("SELECT key, slot, seq FROM blocks").fetchall()
-        except sqlite3.DatabaseError as error:
-            raise IndexDamagedError(str(error)) from error
         for key, slot, seq in rows:
             if not (
                 isinstance(key, bytes)
                 and GROUP_BYTES < len(key) <= MAX_KEY_BYTES
                 and isinstance(seq, int)
+                and 0 < seq < _MAX_SEQ
                 and 0 <= slot < num_slots
             ):
                 raise IndexDamagedError(f"row {slot} is none of ours")
@@ -122,16 +187,24 @@ class SlabIndex:
                 self._db.executemany(
                     "DELETE FROM blocks WHERE slot = ?", ((slot,) for slot in removed)
                 )
-            first = self._seq + 1
-            self._db.executemany(
-                "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?)",
-                ((slot, key, first + i) for i, (key, slot) in enumerate(added)),
-            )
-            self._seq += len(added)
+            self._insert(added)
+
+    def _insert(self, added: Sequence[tuple[bytes, int]]) -> None:
+        first = self._seq + 1
+        self._db.executemany(
+            "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?)",
+            ((slot, key, first + i) for i, (key, slot) in enumerate(added)),
+        )
+        self._seq += len(added)
 
     def drop_beyond(self, num_slots: int) -> None:
-        """Forget all slots from ``num_slots`` on, before the slab shrinks."""
-        with self._lock, self._transaction():
+        """Forget all slots from ``num_slots`` on, which the slab has no more.
+
+        Raises:
+            IndexDamagedError: it cannot be written.
+            TierError: not now.
+        """
+        with self._sentences(), self._lock, self._transaction():
             self._db.execute("DELETE FROM blocks WHERE slot >= ?", (num_slots,))
 
     def save_order(self, slots: Iterable[int]) -> None:
@@ -160,7 +233,11 @@ class SlabIndex:
 
 
 def discard(place: Place) -> None:
-    """Remove a damaged index, with its side files."""
-    for name in _FILES:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=place.dir_fd)
+    """Remove a damaged index, with its side files.
+
+    Raises:
+        TierConfigError: one of them is a directory, or may not be removed.
+        OSError: the system refused.
+    """
+    for name in (INDEX_NAME, *_SIDE_FILES):
+        place.remove(name)

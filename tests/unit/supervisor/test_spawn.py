@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,20 @@ def test_failure_to_start_is_a_sentence_and_leaks_nothing(monkeypatch):
     with pytest.raises(StartError, match="Resource temporarily unavailable"):
         spawn.spawn_embedded(from_dict({"primary": {"block_bytes": 1, "slots": 1}}))
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_daemon_that_does_not_answer_is_no_missing_daemon(
+    tmp_path, monkeypatch, session_name
+):
+    """A second supervisor beside it would write the same page."""
+    monkeypatch.setenv("SHMOFFLOAD_RUNTIME_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    assert spawn.connect_daemon(session_name) is None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
+        deaf.bind(str(tmp_path / f"{session_name}.sock"))
+        assert spawn.connect_daemon(session_name) is None  # nobody listens
+        deaf.listen(0)
+        waiting = spawn.connect_daemon(session_name)  # fills the backlog
+        with pytest.raises(StartError, match="does not answer"):
+            spawn.connect_daemon(session_name)
+        waiting.close()

@@ -159,3 +159,15 @@ def test_channel_from_a_descriptor_does_not_block(pair):
     left.send(b"x")
     assert again.receive() == b"x"
     again.close()
+
+
+def test_an_empty_datagram_is_garbage_and_no_end(pair):
+    left, right = pair
+    assert left.send(b"")
+    assert left.send(b"next")
+    assert right.receive() == b""
+    assert right.receive() == b"next"
+    assert right.receive() is None
+    left.close()
+    with pytest.raises(ChannelClosedError):
+        right.receive()

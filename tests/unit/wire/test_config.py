@@ -1,5 +1,6 @@
 """Configuration: every refusal is one sentence that says what to type."""
 
+import math
 import re
 
 import msgspec
@@ -84,8 +85,27 @@ REFUSED = {
     "nice": (tiers({"nice": -1}), "nice = -1: give 0 to 19"),
     "limit": (
         changed(limits={"hung_after_s": 0}),
-        "hung_after_s = 0.0 must be above 0",
+        "hung_after_s = 0.0 must be a number above 0",
     ),
+    "limit no number": (
+        changed(limits={"job_deadline_s": math.nan}),
+        "job_deadline_s = nan must be a number above 0",
+    ),
+    "endless limit": (
+        changed(limits={"heartbeat_s": math.inf}),
+        "heartbeat_s = inf must be a number",
+    ),
+    "limit of years": (
+        changed(limits={"heartbeat_s": 1e12}),
+        "heartbeat_s = 1e.12 is longer than a day: give at most 86400",
+    ),
+    "hung before a beat": (
+        changed(limits={"heartbeat_s": 30, "hung_after_s": 2}),
+        "hung_after_s = 2 would find healthy workers hung, which beat every 30 s",
+    ),
+    "one bracket": (changed(tier={"type": "memory"}), r"write \[\[tier\]\]"),
+    "path with NUL": (tiers({"path": "/a\0b"}), "has a NUL in it"),
+    "endless path": (tiers({"path": "/a" * 600}), "longer than 1024 bytes"),
     "credit": (
         changed(limits={"credit_bytes": "4K"}),
         "credit_bytes = 4096 is below one block .*raise it",
@@ -106,7 +126,7 @@ def test_defaults_and_derived_sizes():
     config = cfg.from_dict(GOOD)
     assert (config.block_bytes, config.stride, config.num_slots) == (65536, 69632, 4)
     assert config.tier[0].name == "memory"
-    assert config.tier[0].policy is OffloadPolicy.BLOCK_LEVEL
+    assert config.tier[0].policy is None
     assert config.credit_bytes == 256 << 20
     by_bytes = cfg.from_dict(primary(slots=None, bytes="1MiB"))
     assert by_bytes.num_slots == (1 << 20) // 69632

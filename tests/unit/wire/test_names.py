@@ -1,7 +1,12 @@
 """Names in /dev/shm: who holds one, what a sweep takes."""
 
+import errno
 import os
 
+import posix_ipc
+import pytest
+
+from shmoffload.errors import BadInputError, RegionTooSmallError, StartError
 from shmoffload.wire import names
 
 
@@ -45,3 +50,48 @@ def test_names_are_close_on_exec_and_private(session_name):
     assert os.fstat(fd).st_mode & 0o777 == 0o600
     assert names.unlink_same(names.owner_name(session_name), fd)
     os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        (errno.EROFS, BadInputError, "is mounted read-only: type `mount -o remount,rw"),
+        (errno.ENOSPC, RegionTooSmallError, "takes no further file .*nr_inodes"),
+        (errno.EDQUOT, RegionTooSmallError, "takes no further file .*quota"),
+        (errno.ENOENT, BadInputError, "there is no /dev/shm: type"),
+        (errno.EACCES, BadInputError, "may make no file in /dev/shm: type `chmod"),
+        (errno.ELOOP, StartError, "it is a link, or another user's; remove it"),
+        (errno.EMFILE, StartError, "raise the limit .ulimit -n"),
+        (errno.EIO, StartError, "cannot be opened: .*Input/output error"),
+    ],
+)
+def test_each_refusal_of_shared_memory_has_its_sentence(
+    session_name, monkeypatch, code, kind, words
+):
+    def refuse(*_args, **_kwargs):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(posix_ipc, "SharedMemory", refuse)
+    with pytest.raises(kind, match=words) as caught:
+        names.open_name(names.page_name(session_name))
+    assert caught.value.exit_code == (1 if kind is StartError else 2)
+
+
+def test_a_name_that_is_there_and_not_for_us_is_anothers(session_name, monkeypatch):
+    name = names.page_name(session_name)
+    os.close(names.open_name(name))
+
+    def refuse(*_args, **_kwargs):
+        raise posix_ipc.PermissionsError("No permission")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(posix_ipc, "SharedMemory", refuse)
+        with pytest.raises(StartError, match="it is a link, or another user's"):
+            names.open_name(name)
+    assert names.sweep(session_name) == [name[1:]]
+
+
+def test_without_shared_memory_no_session_is_live(monkeypatch, tmp_path):
+    monkeypatch.setattr(names, "SHM_DIR", str(tmp_path / "none"))
+    assert list(names.live_sessions()) == []
+    assert names.sweep() == []

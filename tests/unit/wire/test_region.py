@@ -1,6 +1,8 @@
 """The primary region in one process: geometry, views, ownership, write order."""
 
+import errno
 import os
+import resource
 
 import pytest
 
@@ -273,6 +275,37 @@ def test_too_small_says_the_fix_of_the_place(
     needed = region_join.Geometry(1 << 40, BLOCK_BYTES, b"").file_bytes
     assert f"needs {needed} bytes" in str(caught.value)
     assert "bytes free" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "kind", "words"),
+    [
+        (errno.EFBIG, 4096, room.RegionTooSmallError, "4096 bytes at most.*ulimit -f"),
+        (errno.EFBIG, -1, room.RegionTooSmallError, "bytes free"),
+        (errno.ENOSPC, -1, room.RegionTooSmallError, "bytes free"),
+        (errno.EDQUOT, -1, room.RegionTooSmallError, "bytes free"),
+        (errno.EOPNOTSUPP, -1, StartError, "has to be a tmpfs"),
+    ],
+)
+def test_each_refusal_of_memory_has_its_sentence_and_leaves_no_name(
+    session_name, monkeypatch, code, limit, kind, words
+):
+    def refuse(*_args):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    with pytest.raises(kind, match=words):
+        PrimaryRegion.open(config_of(session_name))
+    assert not os.path.exists(names.SHM_DIR + names.region_name(session_name))
+
+
+def test_an_engine_owns_its_region_without_room_for_its_pid(region, monkeypatch):
+    def full(*_args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    region.own()
 
 
 def test_cgroup_without_head_room_is_warned_about(session_name, monkeypatch, caplog):

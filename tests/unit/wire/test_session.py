@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from shmoffload.errors import NoSessionError, StartError
+from shmoffload.errors import NoSessionError, RegionTooSmallError, StartError
 from shmoffload.wire import names
 from shmoffload.wire.config import from_dict
 from shmoffload.wire.session import SessionPage, TierState, TierWord, Word
@@ -116,6 +116,8 @@ def test_full_memory_is_a_sentence_and_leaves_no_name(session_name, monkeypatch)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StartError, match="no room for a session page"):
+    with pytest.raises(
+        RegionTooSmallError, match=r"bytes free .* a session page needs"
+    ):
         SessionPage.open_or_create(config_of(session_name))
     assert not os.path.exists(names.SHM_DIR + names.page_name(session_name))

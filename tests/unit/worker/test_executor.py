@@ -56,10 +56,10 @@ def test_evicted_keys_are_told_and_own_keys_are_kept(tmp_path):
         old = [key_of(i) for i in range(4)]
         rig.fill(old)
         rig.run(old, range(4))
-        # The job's own old[0] is the least recently used, yet not its victim.
-        keys = [key_of(8), key_of(9), old[0]]
+        # The job's own old[3] is the least recently used, yet not its victim.
+        keys = [key_of(8), key_of(9), old[3]]
         rig.fill(keys, slots=[4, 5, 6])
-        assert rig.run(keys, [4, 5, 6]) == ([], [old[1], old[2]], "")
+        assert rig.run(keys, [4, 5, 6]) == ([], [old[2], old[1]], "")
         assert rig.word(TierWord.BLOCKS_EVICTED) == 2
 
 

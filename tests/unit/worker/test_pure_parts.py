@@ -148,11 +148,13 @@ def test_breaker_opens_after_three_failures_and_probes_with_back_off():
 # Intake -----------------------------------------------------------------------------
 
 
-def part(job_id=1, keys=(), slots=None, num_left=0, *, epochs=(5, 6), load=False):
+def part(
+    job_id=1, keys=(), slots=None, num_left=0, *, epochs=(5, 6), load=False, start=0
+):
     keys = list(keys)
     slots = range(len(keys)) if slots is None else slots
     packed = array.array("i", slots).tobytes()
-    return JobPart(*epochs, job_id, load, "r", 1.0, keys, packed, num_left)
+    return JobPart(*epochs, job_id, load, "r", 1.0, keys, packed, num_left, start)
 
 
 def intake():
@@ -200,6 +202,14 @@ def test_a_missing_part_and_a_doubled_slot_across_parts_are_seen():
     assert "missing" in box.add(part(keys=[key_of(1)], slots=[1])).error
     box.add(part(keys=[key_of(0)], slots=[1], num_left=1))
     assert "twice" in box.add(part(keys=[key_of(1)], slots=[1])).error
+
+
+def test_a_job_without_its_head_is_never_run():
+    """Its answer would speak for keys that never came: wrong bytes as a HIT."""
+    box = intake()
+    with pytest.raises(BadPartError, match="head"):
+        box.add(part(keys=[key_of(1)], slots=[1], start=1, load=True))
+    assert box.add(part(2, keys=[key_of(0)])).error == ""
 
 
 def test_other_incarnations_and_mixed_parts_are_dropped():
