@@ -1,0 +1,381 @@
+"""``Engine``: what an inference server embeds.
+
+Covers: start or attach, the manager's calls, steps, close; joining the pure core
+with memory and queues.
+Does not cover: deciding (``core.manager``), moving bytes between GPU and slots
+(the caller does, through ``slot_view``), tier I/O (workers do).
+Who calls it: the scheduler process, one thread. Start and close wait, bounded by
+``[limits]``; every other call returns without waiting whatever workers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Self
+
+from shmoffload.core.interfaces import OffloadingManager
+from shmoffload.core.mailbox import MailboxTier
+from shmoffload.core.manager import TieringOffloadingManager
+from shmoffload.core.types import LookupResult, RequestOffloadingContext
+from shmoffload.engine.core_settings import core_settings
+from shmoffload.engine.gauges import Gauges
+from shmoffload.engine.guard import Guard
+from shmoffload.engine.policies import load_policy
+from shmoffload.engine.supervisor_link import (
+    ControlEvent,
+    Handover,
+    SupervisorLink,
+    SupervisorLost,
+)
+from shmoffload.engine.tier_link import TierLink
+from shmoffload.engine.trace import RequestTrace
+from shmoffload.engine.waiting import WAIT_SLICE_S, await_tiers, wait_for_words
+from shmoffload.wire.names import sweep
+from shmoffload.wire.region import PrimaryRegion
+from shmoffload.wire.session import SessionPage, TierWord, Word
+from shmoffload.worker.registry import check_tier_types
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+    from types import TracebackType
+
+    from shmoffload.core.request_policy import RequestAnswer
+    from shmoffload.core.types import (
+        OffloadKey,
+        PrepareStoreOutput,
+        ReqContext,
+        ScheduleEndContext,
+        SlotArray,
+    )
+    from shmoffload.wire.config import Config
+
+log = logging.getLogger(__name__)
+
+
+class Engine(Guard, OffloadingManager):
+    """A live offloading engine: the manager's calls, and the step around them.
+
+    Use it as a context manager. In each step of the scheduler call
+    ``step_begin``, then the manager's calls, then ``on_schedule_end``; copy
+    between GPU and ``slot_view(slot)`` where ``prepare_load`` and
+    ``prepare_store`` gave slots.
+
+    Nothing of ours raises into a step. The one exception is a caller's bug:
+    ``prepare_load`` of a key that was not answered HIT in this step is a KeyError.
+    Should the core itself fail, the engine says so once and from then on answers
+    MISS to everything (``is_broken``).
+
+    Attributes:
+        config: as given.
+        page: the session page; read it, do not write it.
+        manager: the core, for figures; its calls go through the engine.
+        is_broken: the core has failed; everything is a miss.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Start everything, and wait until every tier is up.
+
+        Raises:
+            BadInputError: configuration, memory or a tier's storage cannot work
+                (a sentence says why); nothing is left behind.
+            StartError: a process could not be started or did not answer in
+                ``limits.start_timeout_s``; nothing is left behind.
+        """
+        check_tier_types(config)
+        self.config = config
+        self._is_closed = False
+        self._owns_session = False
+        sweep()
+        with contextlib.ExitStack() as undo:
+            self.page = SessionPage.open_or_create(config)
+            undo.callback(self._remove_page)
+            self.region = PrimaryRegion.open(config)
+            undo.callback(self._remove_region)
+            self.region.own()
+            self._owns_session = True
+            self._build_core()
+            self._control = SupervisorLink(
+                config,
+                engine_epoch=self._epoch,
+                region_fd=self.region.fd,
+                page_fd=self.page.fd,
+            )
+            undo.callback(self._stop)
+            await_tiers(
+                self.tiers,
+                self._links,
+                self._control,
+                pump=self._pump,
+                timeout_s=config.limits.start_timeout_s,
+            )
+            self._undo = undo.pop_all()
+        self.slot_view = self.region.slot_view
+
+    def _build_core(self) -> None:
+        config, limits = self.config, self.config.limits
+        self._epoch = self.page.get(Word.ENGINE_EPOCH) + 1
+        self.page.set(Word.ENGINE_EPOCH, self._epoch)
+        self.page.set(Word.ENGINE_PID, os.getpid())
+        self.page.set(Word.ENGINE_CLOSED, 0)
+        self.tiers = [
+            MailboxTier(
+                tier.name,
+                policy=tier.policy,
+                credit_bytes=config.credit_bytes,
+                block_bytes=config.stride,
+                engine_epoch=self._epoch,
+                max_outbox=limits.outbox_messages,
+            )
+            for tier in config.tier
+        ]
+        self._links = [
+            TierLink(engine_epoch=self._epoch, job_deadline_s=limits.job_deadline_s)
+            for _ in config.tier
+        ]
+        self.manager = TieringOffloadingManager(
+            config.num_slots,
+            self.tiers,
+            block_bytes=config.block_bytes,
+            policy=load_policy(config.primary.policy, config.num_slots),
+            sink=self.region,
+            scan_hold_s=limits.scan_hold_s,
+            job_deadline_s=limits.job_deadline_s,
+            **core_settings(config),
+        )
+        self._trace = RequestTrace()
+        self._gauges = Gauges(config, self.page, self.manager, self.tiers)
+        words, base = self.page.words, self.page.tier_base
+        self._words = words
+        self._completion_words = [
+            base(i) + TierWord.COMPLETIONS for i in range(len(self.tiers))
+        ]
+        self._seen = [words[word] for word in self._completion_words]
+
+    # The step -------------------------------------------------------------------
+
+    def step_begin(self) -> None:
+        """Take in what workers and the supervisor have said; set the clock."""
+        self._try(self._pump)
+
+    def on_schedule_end(self, ctx: ScheduleEndContext) -> None:
+        """End the step: promotions leave, and whatever else was put out."""
+        self._try(self._pump)
+        self._try(self.manager.on_schedule_end, ctx)
+        self._try(self._send)
+        self._try(self._gauges.publish, num_steps=1)
+
+    # The manager's calls ----------------------------------------------------------
+
+    def on_new_request(self, ctx: ReqContext) -> RequestOffloadingContext:
+        """See ``OffloadingManager.on_new_request``."""
+        self._gauges.num_requests += 1
+        level = self._try(self.manager.on_new_request, ctx)
+        if ctx.kv_transfer_params:
+            answer = self.request_answer(ctx.req_id)
+            if answer is not None:
+                self._trace.note(ctx.req_id, answer)
+        return level or RequestOffloadingContext()
+
+    def request_answer(self, req_id: str) -> RequestAnswer | None:
+        """Return what became of a request's own words; None once it is over."""
+        return self._try(self.manager.request_answer, req_id)
+
+    def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
+        """See ``OffloadingManager.lookup``. Collects nothing: steps do.
+
+        So answers are stable within a step, and a key costs no look at the page.
+        """
+        # Not by _try: one more call would cost a third of the lookup.
+        try:
+            if not self.is_broken:
+                return self.manager.lookup(key, ctx)
+        except Exception:  # noqa: BLE001  (reported by _break)
+            self._break("lookup")
+        return LookupResult.MISS
+
+    def prepare_load(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> SlotArray:
+        """See ``OffloadingManager.prepare_load``; the one call that may raise."""
+        try:
+            if not self.is_broken:
+                return self.manager.prepare_load(keys, ctx)
+        except KeyError:  # the caller's bug
+            raise
+        except Exception:  # noqa: BLE001  (reported by _break)
+            self._break("prepare_load")
+        raise KeyError("the engine is off: nothing is readable")
+
+    def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:
+        """See ``OffloadingManager.complete_load``."""
+        self._try(self.manager.complete_load, keys, ctx)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], ctx: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """See ``OffloadingManager.prepare_store``; collects replies first."""
+        self._try(self._collect_if_signalled)
+        return self._try(self.manager.prepare_store, keys, ctx)
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], ctx: ReqContext, success: bool = True
+    ) -> None:
+        """See ``OffloadingManager.complete_store``; collects replies first."""
+        self._try(self._collect_if_signalled)
+        self._try(self.manager.complete_store, keys, ctx, success)
+
+    def on_request_finished(self, ctx: ReqContext) -> None:
+        """See ``OffloadingManager.on_request_finished``."""
+        self._try(self.manager.on_request_finished, ctx)
+
+    def has_pending_work(self) -> bool:
+        """See ``OffloadingManager.has_pending_work``."""
+        return bool(self._try(self.manager.has_pending_work))
+
+    def reset_cache(self) -> None:
+        """See ``OffloadingManager.reset_cache``."""
+        self._try(self.manager.reset_cache)
+
+    def on_reset_flushed(self) -> None:
+        """Say that no GPU copy of before ``reset_cache`` runs any more."""
+        self._try(self.manager.on_reset_flushed)
+
+    def load_source(self, key: OffloadKey) -> int:
+        """Return the tier that a block came from; -1: it was in the primary."""
+        source = self._try(self.manager.load_source, key)
+        return -1 if source is None else source
+
+    def touch(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:
+        """See ``OffloadingManager.touch``."""
+        self._try(self.manager.touch, keys, ctx)
+
+    def take_events(self) -> Iterable[object]:
+        """See ``OffloadingManager.take_events``."""
+        return self._try(self.manager.take_events) or ()
+
+    # Outside steps ----------------------------------------------------------------
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Run empty steps until no job is open; False on time-out. Waits."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.step_begin()
+            self._try(self._send)
+            self._try(self._gauges.publish, num_steps=0)
+            if not any(tier.num_open_jobs for tier in self.tiers):
+                return True
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or self.is_broken:
+                return False
+            slice_s = min(remaining, WAIT_SLICE_S)
+            wait_for_words(self._control, self._links, timeout_s=slice_s)
+
+    def close(self) -> None:
+        """End the session: finish open cascades, stop workers, remove names.
+
+        Waits at most ``limits.close_timeout_s``. Twice is fine. Whoever calls on
+        afterwards gets misses.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            with self._undo:
+                self.wait_idle(self.config.limits.close_timeout_s / 2)
+                self.page.set(Word.ENGINE_CLOSED, 1)
+        finally:
+            self.is_broken = True
+
+    def shutdown(self) -> None:
+        """End the session; see ``close``."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        """Return the engine; it is up already."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the engine."""
+        self.close()
+
+    # Inside -------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Receive from everybody: only a receive shows that somebody is gone."""
+        now_s = time.monotonic()
+        vacant = all(link.is_vacant for link in self._links)
+        for event in self._control.pump(now_s=now_s, workers_gone=vacant):
+            self._on_control(event)
+        self._collect(now_s)
+
+    def _on_control(self, event: ControlEvent) -> None:
+        if isinstance(event, Handover):
+            link = self._links[event.tier_idx]
+            # The supervisor starts a worker only after it reaped the last one, so
+            # what is left of that one can be read to its end now.
+            self.tiers[event.tier_idx].feed(link.receive())
+            if not link.is_vacant:
+                log.error("a worker was handed over beside a live one; refused")
+                event.channel.close()
+                os.close(event.pidfd)
+                return
+            link.connect(event.channel, event.pidfd, event.worker_epoch)
+        elif isinstance(event, SupervisorLost):
+            for tier, link in zip(self.tiers, self._links, strict=True):
+                tier.feed(link.receive())
+                tier.feed(link.abandon())
+
+    def _collect_if_signalled(self) -> None:
+        words, seen = self._words, self._seen
+        for i, word in enumerate(self._completion_words):
+            if words[word] != seen[i]:
+                self._collect(time.monotonic())
+                return
+
+    def _collect(self, now_s: float) -> None:
+        for i, (tier, link) in enumerate(zip(self.tiers, self._links, strict=True)):
+            self._seen[i] = self._words[self._completion_words[i]]
+            inputs = link.receive()
+            if inputs:
+                tier.feed(inputs)
+        if self.is_broken:
+            return
+        self.manager.advance(now_s)
+        for tier_idx in self.manager.take_overdue_tiers():
+            self._control.kill_worker(
+                tier_idx,
+                self._links[tier_idx].worker_epoch,
+                reason="a job was not answered before its deadline",
+                now_s=now_s,
+            )
+
+    def _send(self) -> None:
+        for tier, link in zip(self.tiers, self._links, strict=True):
+            # While a queue is full the rest waits in the mailbox, which has a bound.
+            link.send(() if link.num_unsent else tier.take_outbox())
+
+    def _stop(self) -> None:
+        """Have all workers stopped and reaped, then let go of the queues."""
+        half = self.config.limits.close_timeout_s / 2
+        if not self._control.detach(timeout_s=half):
+            log.warning("the supervisor did not confirm the end of its workers")
+        for link in self._links:
+            link.close()
+
+    def _remove_region(self) -> None:
+        self.region.unlink()
+        self.region.close()
+
+    def _remove_page(self) -> None:
+        control: SupervisorLink | None = getattr(self, "_control", None)
+        if self._owns_session and (control is None or not control.is_daemon):
+            self.page.unlink(self.config.session.name)
+        self.page.close()
+        if not self._owns_session:
+            sweep()  # the page may be ours or a live session's: its lock tells

@@ -1,0 +1,281 @@
+"""The engine's end of one worker's queue.
+
+Covers: encoding what a mailbox tier puts out, the bounded backlog of a full
+queue, decoding replies into what the mailbox takes in, proving a worker's death.
+Does not cover: deciding (``core.mailbox``), starting workers (``supervisor``).
+Who calls it: ``Engine``, in the scheduler's thread. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import select
+from typing import TYPE_CHECKING, Final, cast
+
+import msgspec
+import numpy as np
+
+from shmoffload.core.types import (
+    AnnounceRequest,
+    FinishRequest,
+    JobMetadata,
+    JobReply,
+    RequestIncomplete,
+    Residency,
+    TierDown,
+    TierUp,
+)
+from shmoffload.wire.channel import Channel, ChannelClosedError
+from shmoffload.wire.messages import (
+    MAX_KEYS_PER_FRAME,
+    Announce,
+    Finished,
+    FromWorker,
+    Hello,
+    Incomplete,
+    JobDone,
+    JobPart,
+    Resident,
+    ToWorker,
+    decode_from_worker,
+    encode_frame,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shmoffload.core.types import OffloadKey, TierInput, TierOutput
+
+log = logging.getLogger(__name__)
+
+_MAX_REQUESTS_PER_FRAME: Final = 256
+_MAX_REQ_ID_BYTES: Final = 128
+"""A frame stays under ``MAX_FRAME_BYTES`` whatever the server calls its requests."""
+
+
+class TierLink:
+    """Jobs out, replies in, for one tier over all its workers' lives.
+
+    Attributes:
+        hello: what the current worker said of itself, None before it spoke.
+        garbage_frames: frames from the worker that could not be decoded.
+    """
+
+    def __init__(self, *, engine_epoch: int, job_deadline_s: float) -> None:
+        """Start without a worker."""
+        self.hello: Hello | None = None
+        self.garbage_frames = 0
+        self.worker_epoch = 0
+        self._engine_epoch = engine_epoch
+        self._job_deadline_s = job_deadline_s
+        self._channel: Channel | None = None
+        self._pidfd = -1
+        self._backlog: collections.deque[bytes] = collections.deque()
+
+    def connect(self, channel: Channel, pidfd: int, worker_epoch: int) -> None:
+        """Take over the queue and the pidfd of a new worker."""
+        assert self._channel is None, "connect follows the proven death of the last"
+        assert self._pidfd < 0, "connect follows the proven death of the last"
+        self._channel = channel
+        self._pidfd = pidfd
+        self.worker_epoch = worker_epoch
+        self.hello = None
+
+    @property
+    def is_vacant(self) -> bool:
+        """No worker of this tier can be alive, as far as this engine was told."""
+        return self._channel is None and self._pidfd < 0
+
+    @property
+    def num_unsent(self) -> int:
+        """Frames that a full queue has not taken yet."""
+        return len(self._backlog)
+
+    def fileno(self) -> int:
+        """Descriptor to wait on for replies, -1 when there is none."""
+        return -1 if self._channel is None else self._channel.fileno()
+
+    def receive(self) -> list[TierInput]:
+        """Return everything the worker has said since the last call."""
+        inputs: list[TierInput] = []
+        is_dead = self._pidfd >= 0 and _is_readable(self._pidfd)
+        channel = self._channel
+        while channel is not None:
+            try:
+                frame = channel.receive()
+            except ChannelClosedError:
+                self._drop_channel()
+                inputs.append(TierDown(self.worker_epoch, dead=False))
+                break
+            if frame is None:
+                break
+            inputs += self._decode(frame)
+        if is_dead:
+            self._drop_channel()
+            os.close(self._pidfd)
+            self._pidfd = -1
+            inputs.append(TierDown(self.worker_epoch, dead=True))
+        return inputs
+
+    def abandon(self) -> list[TierInput]:
+        """Stop talking to a worker whose supervisor is gone; its death follows."""
+        if self._channel is None:
+            return []
+        self._drop_channel()
+        return [TierDown(self.worker_epoch, dead=False)]
+
+    def send(self, outputs: Iterable[TierOutput]) -> None:
+        """Queue what the mailbox put out and send what fits. Never waits.
+
+        Outputs for a worker that is gone are dropped: its mailbox has failed
+        their jobs already or will, once death is proven.
+        """
+        if self._channel is None:
+            return
+        self._backlog.extend(self._frames(outputs))
+        try:
+            while self._backlog and self._channel.send(self._backlog[0]):
+                self._backlog.popleft()
+        except ChannelClosedError:
+            # Not the end yet: replies already sent are still to be received.
+            self._backlog.clear()
+
+    def close(self) -> None:
+        """Close the queue and forget the pidfd."""
+        self._drop_channel()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _drop_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._backlog.clear()
+
+    def _frames(self, outputs: Iterable[TierOutput]) -> list[bytes]:
+        """Pack messages into as few frames as the limits allow, in order."""
+        frames: list[bytes] = []
+        batch: list[ToWorker] = []
+        num_keys = 0
+        for output in outputs:
+            for message in self._messages(output):
+                keys = 0
+                if isinstance(message, JobPart | Incomplete):
+                    keys = len(message.keys)
+                if batch and (
+                    num_keys + keys > MAX_KEYS_PER_FRAME
+                    or len(batch) >= _MAX_REQUESTS_PER_FRAME
+                ):
+                    frames.append(encode_frame(batch))
+                    batch, num_keys = [], 0
+                batch.append(message)
+                num_keys += keys
+        if batch:
+            frames.append(encode_frame(batch))
+        return frames
+
+    def _messages(self, output: TierOutput) -> list[ToWorker]:
+        if isinstance(output, AnnounceRequest):
+            return [Announce(_short(output.req_id), output.policy)]
+        if isinstance(output, FinishRequest):
+            return [Finished(_short(output.req_id))]
+        if isinstance(output, RequestIncomplete):
+            return [
+                Incomplete(
+                    _short(output.req_id),
+                    list(output.keys[start : start + MAX_KEYS_PER_FRAME]),
+                )
+                for start in range(0, len(output.keys), MAX_KEYS_PER_FRAME)
+            ]
+        return self._job_parts(output)
+
+    def _job_parts(self, job: JobMetadata) -> list[ToWorker]:
+        slots = np.ascontiguousarray(job.slots, dtype="<i4")
+        parts: list[ToWorker] = []
+        for start in range(0, len(job.keys), MAX_KEYS_PER_FRAME):
+            end = start + MAX_KEYS_PER_FRAME
+            parts.append(
+                JobPart(
+                    engine_epoch=self._engine_epoch,
+                    worker_epoch=self.worker_epoch,
+                    job_id=job.job_id,
+                    is_promotion=job.is_promotion,
+                    req_id=_short(job.req_context.req_id),
+                    deadline_s=job.submitted_s + self._job_deadline_s,
+                    keys=list(job.keys[start:end]),
+                    slots=slots[start:end].tobytes(),
+                    num_left=max(0, len(job.keys) - end),
+                    start=start,
+                )
+            )
+        return parts
+
+    def _decode(self, frame: bytes) -> list[TierInput]:
+        try:
+            messages = decode_from_worker(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self.garbage_frames += 1
+            return []
+        inputs: list[TierInput] = []
+        for message in messages:
+            inputs += self._input(message)
+        return inputs
+
+    def _input(self, message: FromWorker) -> list[TierInput]:
+        if isinstance(message, Hello):
+            self.hello = message
+            if message.error and not message.is_config_error:  # raised, see ``waiting``
+                log.error("tier worker: %s", message.error)
+            return []
+        if isinstance(message, JobDone):
+            return [_job_reply(message)]
+        return self._residency(message)
+
+    def _residency(self, message: Resident) -> list[TierInput]:
+        inputs: list[TierInput] = [
+            Residency(
+                message.worker_epoch,
+                added=_keys(message.added),
+                removed=_keys(message.removed),
+            )
+        ]
+        if message.is_last and self.hello is not None:
+            # Up last: no lookup may see a half-told tier as whole.
+            inputs.append(
+                TierUp(
+                    message.worker_epoch,
+                    capacity_bytes=self.hello.capacity_bytes,
+                    policy=self.hello.policy,
+                )
+            )
+        return inputs
+
+
+def _short(req_id: str) -> str:
+    return req_id.encode(errors="replace")[:_MAX_REQ_ID_BYTES].decode(errors="ignore")
+
+
+def _keys(raw: list[bytes]) -> list[OffloadKey]:
+    return cast("list[OffloadKey]", raw)
+
+
+def _job_reply(message: JobDone) -> JobReply:
+    whole = len(message.failed_idx) // 4 * 4
+    failed = np.frombuffer(message.failed_idx[:whole], dtype="<i4").tolist()
+    return JobReply(
+        engine_epoch=message.engine_epoch,
+        worker_epoch=message.worker_epoch,
+        job_id=message.job_id,
+        failed_idx=failed,
+        removed=_keys(message.removed),
+        error=message.error,
+    )
+
+
+def _is_readable(fd: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
