@@ -217,6 +217,50 @@ attempt()
     assert (names_1, names_2) == ("[]", "[]")
 
 
+@pytest.mark.shm
+@pytest.mark.parametrize(
+    ("options", "then", "words"),
+    [
+        ("ro", "true", "is mounted read-only: type"),
+        ("nr_inodes=1", "true", "nr_inodes"),
+        ("size=4K", "echo full >/dev/shm/full", "/dev/shm has 0 bytes free"),
+        ("size=1M", "ulimit -f 0", "ulimit -f unlimited"),
+    ],
+    ids=["read-only", "no inode", "no room for the page", "limit of file size"],
+)
+def test_start_says_what_shared_memory_refuses(session_name, options, then, words):
+    unshare = shutil.which("unshare")
+    mount = (
+        f"mount --make-rprivate / && mount -t tmpfs -o {options} tmpfs /dev/shm && "
+        f'{then} && exec "$@"'
+    )
+    inside = [unshare or "", "-m", "sh", "-c", mount, "sh"]
+    if not unshare or subprocess.run([*inside, "true"], check=False).returncode:
+        pytest.skip("needs the right to make a private mount")
+    code = """
+from shmoffload.errors import BadInputError
+for start in (SessionPage.open_or_create, PrimaryRegion.open):
+    try:
+        start(config)
+    except BadInputError as error:
+        say(error.exit_code, error)
+say(os.listdir("/dev/shm"))
+"""
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", PRELUDE + code, session_name],
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    page, region, left = done.stdout.splitlines()
+    for said in (page, region):
+        assert said.startswith("2 ")
+        assert words in said
+    assert left in ("[]", "['full']")
+
+
 def test_late_close_of_an_old_page_spares_the_new_one(session_name):
     old = SessionPage.open_or_create(config_of(session_name))
     os.unlink(names.SHM_DIR + names.page_name(session_name))

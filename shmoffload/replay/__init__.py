@@ -1,0 +1,1 @@
+"""Replays recorded or generated requests against a live engine, byte for byte."""
