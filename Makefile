@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lint types bench-start bench-idle clean
+.PHONY: install demo test lint types bench-start bench-idle bench-policies bench-manager \
+  test-differential clean
 
 install: $(INSTALLED)
 
@@ -36,6 +37,24 @@ bench-start: $(INSTALLED)
 # CPU of a whole resting session over 60 s, after a replay; fails at 1 % of a core.
 bench-idle: $(INSTALLED)
 	$(BIN)/python tools/bench/idle.py
+
+# auto beside lru, arc and the optimum: 16 cells; many minutes each on agentic traces.
+TRACES ?= ../shared/data
+bench-policies: $(INSTALLED)
+	$(BIN)/python tools/bench/policies.py $(TRACES)
+
+# Beside vLLM, in an environment of its own (3.5 GB, some minutes to make).
+VLLM_PYTHON := .venv-vllm/bin/python
+.venv-vllm/.installed: tools/vllm_env.sh
+	tools/vllm_env.sh .venv-vllm
+
+# Cost per key of our manager and of vLLM's, alternated in one process.
+bench-manager: .venv-vllm/.installed
+	$(VLLM_PYTHON) tools/bench/manager.py
+
+# The same random trace through both managers: equal but where docs/decisions.md says.
+test-differential: .venv-vllm/.installed
+	$(VLLM_PYTHON) -m pytest -p no:cacheprovider tests/differential
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
