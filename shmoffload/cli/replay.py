@@ -28,7 +28,7 @@ from shmoffload.replay.live import AS_FAST_AS_IT_COMPLETES, LoopSettings
 from shmoffload.replay.plan.models import DEFAULT_MODEL
 from shmoffload.replay.report import Hooks, replay_on, table_of
 from shmoffload.replay.settings import BlockScale, build_config
-from shmoffload.wire.config import parse_size
+from shmoffload.wire.sizes import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -25,6 +25,7 @@ from shmoffload.wire.session import (
     TierWord,
     Word,
 )
+from shmoffload.wire.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -230,7 +231,7 @@ def render(status: dict[str, Any]) -> str:
         + ("never" if silent is None else f"{silent:g} s ago"),
         f"primary     {primary['ready']} of {primary['slots']} blocks ready, "
         f"{primary['pending']} pending, {primary['quarantined']} quarantined, "
-        f"{_size(primary['bytes'])}; {counters['hits_primary']} hits, "
+        f"{format_size(primary['bytes'])}; {counters['hits_primary']} hits, "
         f"{counters['misses']} misses",
         "",
         *_table(status["tiers"]),
@@ -248,8 +249,8 @@ def _table(tiers: list[dict[str, Any]]) -> list[str]:
             tier["state"],
             str(tier["pid"] or "-"),
             str(tier["jobs_queued"]),
-            _size(tier["used_bytes"]),
-            _size(tier["capacity_bytes"]) if tier["capacity_bytes"] else "-",
+            format_size(tier["used_bytes"]),
+            format_size(tier["capacity_bytes"]) if tier["capacity_bytes"] else "-",
             str(tier["resident_blocks"]),
             str(tier["hits"]),
             str(tier["errors"]),
@@ -263,15 +264,6 @@ def _table(tiers: list[dict[str, Any]]) -> list[str]:
     return [
         "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows if len(rows) > 1
     ]
-
-
-def _size(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
 
 
 def _age(seconds: float | None) -> str:

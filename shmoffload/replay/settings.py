@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shmoffload.core.types import parse_admit
 from shmoffload.errors import ConfigError
-from shmoffload.wire.config import closest, from_dict, parse_size
+from shmoffload.wire.config import closest, from_dict
 from shmoffload.wire.layout import stride_of
+from shmoffload.wire.sizes import parse_size
 from shmoffload.worker.registry import check_tier_types, needs_path
 
 if TYPE_CHECKING:

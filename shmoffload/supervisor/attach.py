@@ -17,6 +17,7 @@ from shmoffload.errors import ConfigError
 from shmoffload.wire import config as config_
 from shmoffload.wire.messages import PROTOCOL_VERSION
 from shmoffload.wire.session import MAGIC, SessionPage, Word
+from shmoffload.wire.sizes import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +70,7 @@ def _flat(value: Any, at: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
     if isinstance(value, dict):
         for key, item in value.items():
             if key in _SIZES and item is not None:
-                yield f"{at}{key}", config_.parse_size(item)
+                yield f"{at}{key}", parse_size(item)
             else:
                 yield from _flat(item, f"{at}{key}.")
     elif isinstance(value, (list, tuple)):

@@ -20,9 +20,8 @@ import msgspec
 from shmoffload.core.types import OffloadPolicy, parse_admit
 from shmoffload.errors import ConfigError
 from shmoffload.wire.layout import namespace_digest, stride_of
+from shmoffload.wire.sizes import parse_size
 
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
-_UNIT: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,30}")
 MAX_TIERS: Final = 8
 MAX_WAIT_S: Final = 86400
@@ -30,25 +29,6 @@ MAX_PATH_BYTES: Final = 1024
 BUILT_IN_POLICIES: Final = ("auto", "lru", "arc", "arc2")
 POLICY_GROUP: Final = "shmoffload.policies"
 """Entry points of other eviction policies: ``name = "module:factory"``."""
-
-
-def parse_size(text: str | int, *, key: str = "size") -> int:
-    """Return bytes for ``65536``, ``"64K"``, ``"64KiB"`` or ``"1.5GiB"``.
-
-    Units are powers of 1024, with or without the i.
-
-    Raises:
-        ConfigError: not a size.
-    """
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
-    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise ConfigError(
-            f'{key} = "{text}" is not a size: write a number of bytes or '
-            f'something like "64KiB" or "1.5GiB"'
-        )
-    return int(float(match[1]) * (1 << _UNIT[match[2].upper()]))
 
 
 class SessionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from shmoffload.wire.config import from_dict
-from shmoffload.wire.session import SessionPage
+from shmoffload.wire.session import SessionPage, Word
 
 LIMIT_S = 0.3
 NUM_RUNS = 5
@@ -26,6 +27,7 @@ def main() -> int:
         }
     )
     page = SessionPage.open_or_create(config)
+    page.set(Word.SUPERVISOR_HEARTBEAT_NS, time.monotonic_ns())  # as a daemon would
     try:
         best_s = min(cpu_seconds_of_status(session) for _ in range(NUM_RUNS))
     finally:
@@ -41,7 +43,7 @@ def cpu_seconds_of_status(session: str) -> float:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)  # it is reaped already
-    assert process.returncode == 1, "a page without a supervisor is degraded"
+    assert process.returncode == 0, "status itself failed"
     return usage.ru_utime + usage.ru_stime
 
 

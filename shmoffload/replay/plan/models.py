@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from shmoffload.errors import ConfigError
-from shmoffload.wire.config import closest, parse_size
+from shmoffload.wire.config import closest
+from shmoffload.wire.sizes import parse_size
 
 TOKEN_BYTES: Final = {
     "llama-3.1-8b": 32 * 8 * 128 * 2 * 2,

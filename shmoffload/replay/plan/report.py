@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from shmoffload.wire.sizes import format_size
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -66,7 +68,7 @@ class PlanReport:
             table.add_row(
                 cell.primary,
                 f"{cell.primary_blocks}",
-                size_text(cell.primary_bytes),
+                format_size(cell.primary_bytes),
                 cell.policy,
                 f"{cell.prefix_hits}",
                 f"{cell.prefix_hit_rate:.4f}",
@@ -88,9 +90,9 @@ class PlanReport:
                     cell.policy,
                     tier.name,
                     f"{cell.hits_by_source[tier.name]}",
-                    size_text(tier.bytes_written),
+                    format_size(tier.bytes_written),
                     f"{tier.writes_per_distinct:.3f}",
-                    size_text(tier.bytes_promoted),
+                    format_size(tier.bytes_promoted),
                     f"{tier.never_read_share:.1%}",
                 )
         return table
@@ -103,13 +105,3 @@ def _table(title: str, *heads: str) -> Table:
         is_name = head in ("policy", "tier")
         table.add_column(head, justify="left" if is_name else "right", no_wrap=True)
     return table
-
-
-def size_text(num_bytes: int) -> str:
-    """Return bytes in the largest unit that gives at least 1."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"

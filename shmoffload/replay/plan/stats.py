@@ -15,7 +15,7 @@ import numpy as np
 from rich.table import Table
 
 from shmoffload.replay.plan.models import named_models
-from shmoffload.replay.plan.report import size_text
+from shmoffload.wire.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +103,7 @@ class TraceStats:
             ("input tokens p50 / p99 / max", _listed(self.input_tokens)),
             ("output tokens p50 / p99 / max", _listed(self.output_tokens)),
             ("blocks a request p50 / p99 / max", _listed(self.blocks_per_request)),
-            *((f"as {name}", size_text(n)) for name, n in self.model_bytes.items()),
+            *((f"as {name}", format_size(n)) for name, n in self.model_bytes.items()),
         ]
         for row in rows:
             table.add_row(*row)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from shmoffload.core.types import GROUP_BYTES, MAX_KEY_BYTES
 from shmoffload.errors import TierError
-from shmoffload.wire.config import parse_size
+from shmoffload.wire.sizes import format_size, parse_size
 from shmoffload.worker.tier import (
     BlockStatus,
     Caps,
@@ -41,7 +41,6 @@ from shmoffload.worker.tiers.place import (
     bound_of,
     no_block,
     shown,
-    size_words,
     take_place,
 )
 
@@ -87,7 +86,7 @@ class FsTier(Tier):
         self._evict(max(0, len(self._lru) - self._max_blocks))
         self._evicted.clear()  # nobody has been told of them yet
         capacity = self._max_blocks * region.stride
-        words = f"{self._max_blocks} files, {size_words(capacity)}"
+        words = f"{self._max_blocks} files, {format_size(capacity)}"
         return TierLimits(words, capacity)
 
     def _remove_dead_temps(self) -> None:
@@ -166,8 +165,8 @@ class FsTier(Tier):
         free = self._place.free_bytes()
         if free < need:
             raise TierError(
-                f"{size_words(free)} free in {shown(self._place.path)}, min_free keeps "
-                f"{size_words(self._min_free)}"
+                f"{format_size(free)} free in {shown(self._place.path)}, min_free "
+                f"keeps {format_size(self._min_free)}"
             )
 
     def _evict(self, num_blocks: int) -> None:

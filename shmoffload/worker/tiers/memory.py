@@ -11,10 +11,9 @@ import threading
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from shmoffload.errors import TierConfigError
-from shmoffload.wire.config import parse_size
+from shmoffload.wire.sizes import format_size, parse_size
 from shmoffload.worker.tier import BlockStatus, Caps, Tier, TierLimits, TierUsage
 from shmoffload.worker.tiers.lru import PinnedLru
-from shmoffload.worker.tiers.place import size_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,10 +42,10 @@ class MemoryTier(Tier):
         self._max_blocks = parse_size(bound, key="max_bytes") // region.stride
         if self._max_blocks < 1:
             raise TierConfigError(
-                f"no block of {size_words(region.stride)} fits: raise max_bytes"
+                f"no block of {format_size(region.stride)} fits: raise max_bytes"
             )
         capacity = self._max_blocks * region.stride
-        words = f"{self._max_blocks} blocks, {size_words(capacity)}"
+        words = f"{self._max_blocks} blocks, {format_size(capacity)}"
         return TierLimits(words, capacity)
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:

@@ -24,7 +24,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from shmoffload.errors import TierConfigError
-from shmoffload.wire.config import parse_size
+from shmoffload.wire.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,16 +64,6 @@ _KINDS: Final = {
     stat.S_IFCHR: "a device",
 }
 _MAX_SHOWN_CHARS: Final = 200
-
-
-def size_words(num_bytes: int) -> str:
-    """Return a size for people: ``"1.2 GiB"``."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
 
 
 def shown(path: str) -> str:
@@ -264,17 +254,17 @@ def no_room(
     """Return the refusal: needed and free bytes, and the keys to change."""
     min_free = parse_size(config.min_free, key="min_free")
     return TierConfigError(
-        f"{what} needs {size_words(need_bytes)} more in {shown(place.path)}, where "
-        f"{size_words(place.free_bytes())} are free and min_free keeps "
-        f"{size_words(min_free)}: lower max_bytes or min_free, or free some space"
+        f"{what} needs {format_size(need_bytes)} more in {shown(place.path)}, where "
+        f"{format_size(place.free_bytes())} are free and min_free keeps "
+        f"{format_size(min_free)}: lower max_bytes or min_free, or free some space"
     )
 
 
 def no_block(stride: int, place: Place) -> TierConfigError:
     """Return the refusal of a bound below one block."""
     return TierConfigError(
-        f"no block of {size_words(stride)} fits into {shown(place.path)} "
-        f"({size_words(place.free_bytes())} free): set max_bytes, lower min_free, or "
+        f"no block of {format_size(stride)} fits into {shown(place.path)} "
+        f"({format_size(place.free_bytes())} free): set max_bytes, lower min_free, or "
         f"free some space"
     )
 

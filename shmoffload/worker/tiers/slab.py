@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from shmoffload.errors import TierConfigError, TierError
 from shmoffload.wire.layout import key_of_header
+from shmoffload.wire.sizes import format_size
 from shmoffload.worker.tier import (
     BlockStatus,
     Caps,
@@ -40,7 +41,6 @@ from shmoffload.worker.tiers.place import (
     no_block,
     no_room,
     shown,
-    size_words,
     take_place,
 )
 from shmoffload.worker.tiers.slab_file import SLAB_NAME, SlabFile, runs_of
@@ -101,7 +101,7 @@ class SlabTier(Tier):
         self._table = SlabTable(num_slots, rows)
         self.direct_io = self._file.direct
         capacity = num_slots * self._stride
-        return TierLimits(f"{num_slots} blocks, {size_words(capacity)}", capacity)
+        return TierLimits(f"{num_slots} blocks, {format_size(capacity)}", capacity)
 
     def _wanted_slots(self, config: TierConfig) -> int:
         assert self._place is not None

@@ -9,6 +9,7 @@ import pytest
 from shmoffload.core.types import OffloadPolicy
 from shmoffload.errors import ConfigError
 from shmoffload.wire import config as cfg
+from shmoffload.wire.sizes import parse_size
 
 GOOD = {
     "session": {"name": "s"},
@@ -158,13 +159,13 @@ def test_namespace_covers_block_size():
     ],
 )
 def test_sizes(text, num_bytes):
-    assert cfg.parse_size(text) == num_bytes
+    assert parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "K", "-1", "1e3", "64KiBs", True, None, "1 2"])
 def test_no_sizes(text):
     with pytest.raises(ConfigError, match="is not a size: write a number of bytes or"):
-        cfg.parse_size(text)
+        parse_size(text)
 
 
 def test_toml_file(tmp_path):

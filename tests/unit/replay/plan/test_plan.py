@@ -12,7 +12,7 @@ from shmoffload import cli
 from shmoffload.errors import ConfigError
 from shmoffload.replay.plan.grid import Grid
 from shmoffload.replay.plan.models import model_of, named_models
-from shmoffload.replay.plan.report import size_text
+from shmoffload.wire.sizes import format_size
 
 DATA = Path(__file__).parents[5] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="no recorded traces here")
@@ -136,7 +136,7 @@ def test_blocks_of_named_models():
 
 
 def test_sizes_for_people():
-    texts = [size_text(n) for n in (5, 2048, 64 * MIB, 11 << 40, 5 << 50)]
+    texts = [format_size(n) for n in (5, 2048, 64 * MIB, 11 << 40, 5 << 50)]
     assert texts == ["5 B", "2 KiB", "64 MiB", "11 TiB", "5120 TiB"]
 
 
