@@ -3,7 +3,7 @@
 Covers: store jobs after a GPU store, store jobs of present blocks for tiers that
 want the whole request or that withheld them at first, parked keys, what is shed
 when a tier has no credit.
-Does not cover: slots and GPU copies (``manager``), which blocks a tier withholds
+Does not cover: GPU copies (``stores``, ``loads``), which blocks a tier withholds
 (``admission``).
 Who calls it: ``manager``, ``stores`` and ``promotions``, scheduler thread.
 

@@ -1,7 +1,7 @@
 """Scans: which blocks a waiting request counts on, and the promotion share.
 
 Covers: reservations, when a scan is decided, how many slots promotions hold.
-Does not cover: finding room (``promotions``).
+Does not cover: finding room (``room``).
 Who calls it: ``core`` only, scheduler thread.
 
 A *scan* is what one request looks up in one step. It is *undecided* from the first

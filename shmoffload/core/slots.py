@@ -1,7 +1,7 @@
 """Slots and the blocks in them.
 
 Covers: which slot is free, which block has which slot, pins, quarantine.
-Does not cover: who may evict what (``promotions``, ``manager``), the shared slot
+Does not cover: who may evict what (``room``, ``stores``), the shared slot
 table (a ``SlotSink``).
 Who calls it: ``core`` only, scheduler thread.
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 from shmoffload.core.interfaces import OffloadingManager
 from shmoffload.core.mailbox import MailboxTier
 from shmoffload.core.manager import TieringOffloadingManager
+from shmoffload.core.slots import FROM_STORE
 from shmoffload.core.types import LookupResult, RequestOffloadingContext
 from shmoffload.engine.core_settings import core_settings
 from shmoffload.engine.gauges import Gauges
@@ -244,7 +245,7 @@ class Engine(Guard, OffloadingManager):
     def load_source(self, key: OffloadKey) -> int:
         """Return the tier that a block came from; -1: it was in the primary."""
         source = self._try(self.manager.load_source, key)
-        return -1 if source is None else source
+        return FROM_STORE if source is None else source
 
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:
         """See ``OffloadingManager.touch``."""

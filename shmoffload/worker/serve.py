@@ -108,13 +108,12 @@ class Worker:
                 tier, self._region, self._queues, self._replies, self._counters
             )
             if self._introduce(tier, limits):
+                can_close = False  # from here I/O threads are in the tier
                 executor.start(num_load_threads=self._tier_config.threads)
                 self._serve(wakeup)
             can_close = executor.join(timeout_s=STOP_TIMEOUT_S)
             self._send_refusals()
-        except ConfigError as error:
-            return self._refuse(error, is_config_error=True)
-        except TierConfigError as error:
+        except (ConfigError, TierConfigError) as error:
             return self._refuse(error, is_config_error=True)
         except (ShmoffloadError, OSError) as error:
             return self._refuse(error, is_config_error=False)

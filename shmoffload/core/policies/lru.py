@@ -1,8 +1,8 @@
 """Least recently used, by request: tails go before heads.
 
 Covers: the order of semantics 3.3 (vLLM since 0.33).
-Does not cover: pins and reservations (``manager``).
-Who calls it: ``manager``, scheduler thread.
+Does not cover: pins and reservations (``room``, ``stores``).
+Who calls it: ``core`` only, scheduler thread.
 
 A *rung* holds keys of one rank. An active request has one rung, taken at its
 first use of a key; inside, a later position goes first. When it finishes, all its

@@ -1,7 +1,7 @@
 """The directory of a disk tier: ours alone, private, bounded.
 
 Covers: ``PATH/<namespace>/`` with its owner, modes and lock; free space; the
-default bound; sizes in words; the sentence for a system that refuses for good.
+default bound; the sentence for a system that refuses for good.
 Does not cover: what lies in it (``slab``, ``fs``).
 Who calls it: disk tiers at ``open``, main thread; ``take_place`` may wait up to
 ``LOCK_WAIT_S`` for a dying predecessor.
