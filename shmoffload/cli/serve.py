@@ -21,7 +21,7 @@ from shmoffload.worker.registry import check_tier_types
 
 def serve_command(
     config: Annotated[
-        Path, typer.Option("--config", "-c", help="TOML file, as for the engine.")
+        Path, typer.Option("--config", "-c", help="TOML file: session, tiers, limits.")
     ],
     session: Annotated[
         str | None, typer.Option(help="Overrides session.name of the file.")
@@ -31,7 +31,7 @@ def serve_command(
 
     Stays in the foreground; SIGTERM or Ctrl-C ends it in order.
     """
-    checked = config_.load(config)
+    checked = config_.load(config, tiers_only=True)
     if session is not None:
         named = msgspec.structs.replace(checked.session, name=session)
         replaced = msgspec.structs.replace(checked, session=named)

@@ -214,7 +214,9 @@ class Cascades:
                 return
         for block in blocks:
             assert block.state == READY
-            block.pins += 1  # SlotTable.pin, without its call
+            if not block.pins:  # SlotTable.pin, without its call
+                self._table.num_pinned += 1
+            block.pins += 1
         counters = self._counters
         counters.cascade_jobs[tier_idx] += 1
         counters.cascade_blocks[tier_idx] += num

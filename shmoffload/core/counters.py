@@ -50,6 +50,8 @@ class Counters:
     """Calls of ``prepare_store`` answered None for want of room."""
     blocks_not_admitted: int = 0
     """Absent blocks of granted offers that the policy did not want."""
+    stores_skipped: int = 0
+    """Absent blocks that were not offered ``store_threshold`` times yet."""
     stores_shortened: int = 0
     """Calls of ``prepare_store`` that accepted only a prefix of the offer."""
     stores_failed: int = 0

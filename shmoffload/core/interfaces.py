@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from shmoffload.core.events import OffloadingEvent
     from shmoffload.core.types import (
         JobMetadata,
         JobResult,
@@ -104,8 +105,12 @@ class OffloadingManager(abc.ABC):
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:
         """Mark blocks as used by the request without reading them."""
 
-    def take_events(self) -> Iterable[object]:
-        """Return residency events since the last call; each once."""
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return what became readable or went since the last call; each once.
+
+        Of the primary first, then of the tiers, in order; what a tier has to say
+        may come in pieces over several calls.
+        """
         return ()
 
     def shutdown(self) -> None:
@@ -165,6 +170,17 @@ class SecondaryTierManager(abc.ABC):
     def has_pending_work(self) -> bool:
         """Say whether the tier needs the engine to keep stepping."""
         return False
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return which keys came and went; ``tier`` is set by whoever asks."""
+        return ()
+
+    def on_mirrors_cleared(self) -> None:
+        """Hear that who followed the events knows nothing any more.
+
+        At a reset of the primary vLLM announces that all is gone, everywhere; what
+        the tier still holds has to be told again.
+        """
 
     def drain_jobs(self) -> None:
         """Bring every job to its result. Never called by our manager."""

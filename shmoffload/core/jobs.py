@@ -10,6 +10,7 @@ or "nothing".
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from shmoffload.core.counters import Counters
+    from shmoffload.core.events import OffloadingEvent
     from shmoffload.core.interfaces import SecondaryTierManager
     from shmoffload.core.request_policy import RequestPolicy
     from shmoffload.core.requests import Request
@@ -268,6 +270,24 @@ class JobDesk:
             for idx, tier in enumerate(self.tiers)
             if not self._num_overdue[idx]
         ]
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return what the tiers hold and let go of, in their order."""
+        events: list[OffloadingEvent] = []
+        for idx, tier in enumerate(self.tiers):
+            try:
+                events += [replace(event, tier=idx) for event in tier.take_events()]
+            except Exception:  # noqa: BLE001
+                self._counters.tier_errors += 1
+        return events
+
+    def mirrors_cleared(self) -> None:
+        """Tell every tier that who followed its events knows nothing any more."""
+        for tier in self.tiers:
+            try:
+                tier.on_mirrors_cleared()
+            except Exception:  # noqa: BLE001
+                self._counters.tier_errors += 1
 
     def has_pending_work(self) -> bool:
         """Say whether a tier itself needs the engine to step."""

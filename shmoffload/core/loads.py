@@ -58,7 +58,9 @@ class GpuLoads:
         counters = self._counters
         counters.loads_primary += len(blocks)
         for block in blocks:
-            block.pins += 1  # SlotTable.pin, without its call
+            if not block.pins:  # SlotTable.pin, without its call
+                self._table.num_pinned += 1
+            block.pins += 1
             if block.promoter is not None:
                 self._scans.loading(block)
             if block.origin != FROM_STORE:

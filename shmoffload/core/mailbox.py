@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shmoffload.core.interfaces import SecondaryTierManager
+from shmoffload.core.tier_events import TierLog
 from shmoffload.core.types import (
     AnnounceRequest,
     FinishRequest,
@@ -36,6 +37,7 @@ from shmoffload.core.types import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from shmoffload.core.events import OffloadingEvent
     from shmoffload.core.types import (
         OffloadKey,
         ReqContext,
@@ -57,15 +59,20 @@ class MailboxTier(SecondaryTierManager):
         block_bytes: bytes that one block counts for.
         engine_epoch: replies to another engine's jobs do not count.
         max_outbox: messages that may wait for ``take_outbox``.
+        events: keep what ``take_events`` returns.
 
     Attributes:
         is_up: the worker is there and has told all that it holds.
         worker_epoch: its incarnation; 0 before the first.
         capacity_bytes: bound of the tier, 0 = unbounded or not known.
         open_store_bytes: bytes in cascades that are not answered.
+        open_load_blocks: blocks in promotions that are not answered.
+        num_open_loads: those promotions.
         late_replies: answers to nothing that is open.
         bad_replies: answers with positions that their job does not have.
         jobs_refused: jobs failed at once: the tier was down or its outbox full.
+        jobs_failed: jobs answered with blocks that failed.
+        jobs_lost: jobs whose worker died.
         notices_dropped: notices of missing keys that found the outbox full.
         last_error: the worker's words for its latest failure.
     """
@@ -79,15 +86,20 @@ class MailboxTier(SecondaryTierManager):
         block_bytes: int,
         engine_epoch: int,
         max_outbox: int,
+        events: bool = False,
     ) -> None:
         super().__init__(name)
         self.is_up = False
         self.worker_epoch = 0
         self.capacity_bytes = 0
         self.open_store_bytes = 0
+        self.open_load_blocks = 0
+        self.num_open_loads = 0
         self.late_replies = 0
         self.bad_replies = 0
         self.jobs_refused = 0
+        self.jobs_failed = 0
+        self.jobs_lost = 0
         self.notices_dropped = 0
         self.last_error = ""
         self._has_policy = policy is not None
@@ -99,6 +111,7 @@ class MailboxTier(SecondaryTierManager):
         self._max_outbox = max_outbox
         self._is_gone = False  # the worker of ``worker_epoch``: it never comes back
         self._resident: set[OffloadKey] = set()  # empty while down
+        self._log = TierLog() if events else None
         self._told: set[OffloadKey] = set()  # by a worker that is not up yet
         self._open: dict[int, tuple[int, JobMetadata]] = {}  # worker epoch, job
         self._outbox: list[TierOutput] = []
@@ -132,7 +145,9 @@ class MailboxTier(SecondaryTierManager):
 
     def submit_load(self, job: JobMetadata) -> None:
         """Put a promotion into the outbox, or fail it at once."""
-        self._submit(job)
+        if self._submit(job):
+            self.num_open_loads += 1
+            self.open_load_blocks += len(job.keys)
 
     def get_finished_jobs(self) -> list[JobResult]:
         """Return what ``feed`` has answered since the last call."""
@@ -157,6 +172,15 @@ class MailboxTier(SecondaryTierManager):
         if ctx.req_id in self._announced:
             self._announced.discard(ctx.req_id)
             self._outbox.append(FinishRequest(ctx.req_id))
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return what came and went, a piece at a time; see ``TierLog``."""
+        return [] if self._log is None else self._log.take()
+
+    def on_mirrors_cleared(self) -> None:
+        """Tell of everything anew: a reset of the primary is none of the tier."""
+        if self._log is not None:
+            self._log.restart(self._resident)
 
     def admits(self, num_blocks: int) -> bool:
         """Say whether the tier is up and has credit for a cascade."""
@@ -282,6 +306,7 @@ class MailboxTier(SecondaryTierManager):
         if failed and not failed <= set(range(len(job.keys))):
             self.bad_replies += 1
             failed = set(range(len(job.keys)))
+        self.jobs_failed += bool(failed)
         if reply.error:
             self.last_error = reply.error
         self._close(job)
@@ -294,6 +319,8 @@ class MailboxTier(SecondaryTierManager):
                 self._resident.update(good)
             # Last: a key that this very job pushed out again is not held.
             self._resident.difference_update(reply.removed)
+            if self._log is not None:
+                self._log.note([*job.keys, *reply.removed], self._resident)
         result = JobResult(
             job.job_id,
             success=not failed,
@@ -307,6 +334,8 @@ class MailboxTier(SecondaryTierManager):
         keys = self._resident if self.is_up else self._told
         keys.update(item.added)
         keys.difference_update(item.removed)
+        if self._log is not None and self.is_up:
+            self._log.note([*item.added, *item.removed], keys)
 
     def _on_up(self, item: TierUp) -> None:
         if not self._is_current(item.worker_epoch) or self.is_up:
@@ -317,6 +346,8 @@ class MailboxTier(SecondaryTierManager):
             self._policy = item.policy
             self._answer = RequestOffloadingContext(item.policy)
         self._resident, self._told = self._told, set()
+        if self._log is not None:
+            self._log.replace(self._resident)
 
     def _on_down(self, item: TierDown) -> None:
         if item.worker_epoch >= self.worker_epoch:
@@ -329,6 +360,7 @@ class MailboxTier(SecondaryTierManager):
         for epoch, job in list(self._open.values()):
             if epoch <= item.worker_epoch:
                 self._close(job)
+                self.jobs_lost += 1
                 self._finished_jobs.append(JobResult(job.job_id, success=False))
 
     def _is_current(self, worker_epoch: int) -> bool:
@@ -348,8 +380,13 @@ class MailboxTier(SecondaryTierManager):
         self._told = set()
         self._announced.clear()  # the next channel has heard of nobody
         self._outbox.clear()  # its jobs stay open until the death is proven
+        if self._log is not None:
+            self._log.replace(self._resident)
 
     def _close(self, job: JobMetadata) -> None:
         del self._open[job.job_id]
-        if not job.is_promotion:
+        if job.is_promotion:
+            self.num_open_loads -= 1
+            self.open_load_blocks -= len(job.keys)
+        else:
             self.open_store_bytes -= len(job.keys) * self._block_bytes

@@ -15,7 +15,7 @@ A block's life::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from shmoffload.core.events import EventLog
 from shmoffload.core.interfaces import NullSink, OffloadingManager
 from shmoffload.core.jobs import JobDesk, check_pins
 from shmoffload.core.loads import GpuLoads
+from shmoffload.core.offers import OfferRule
 from shmoffload.core.policies.lru import LruPolicy
 from shmoffload.core.promotions import Promotions, Queued
 from shmoffload.core.request_book import RequestBook
@@ -37,6 +38,7 @@ from shmoffload.core.types import (
     OffloadPolicy,
     RequestOffloadingContext,
 )
+from shmoffload.core.uses import Uses
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
         TierTraits,
     )
 
+_EVERY_OFFER: Final = OfferRule()
 _HIT = LookupResult.HIT
 _HIT_PENDING = LookupResult.HIT_PENDING
 _MISS = LookupResult.MISS
@@ -76,6 +79,7 @@ class TieringOffloadingManager(OffloadingManager):
         traits: what is configured of each tier; nothing if None.
         max_cascade_share: part of the slots that one tier's cascades may pin.
         accept_prefix: grant the longest prefix of an offer that finds room.
+        offer_rule: how often a block is offered before it is stored.
         events: keep what ``take_events`` returns.
 
     Attributes:
@@ -97,6 +101,7 @@ class TieringOffloadingManager(OffloadingManager):
         traits: Sequence[TierTraits] | None = None,
         max_cascade_share: float = 1.0,
         accept_prefix: bool = False,
+        offer_rule: OfferRule = _EVERY_OFFER,
         events: bool = False,
     ) -> None:
         self.counters = Counters(len(tiers))
@@ -124,6 +129,7 @@ class TieringOffloadingManager(OffloadingManager):
             max_share=max_cascade_share,
             on_work_done=self._book.maybe_close,
         )
+        self._uses = Uses(self._retention, self._cascades)
         self._promotions = Promotions(
             self._policy,
             self._scans,
@@ -139,6 +145,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascades,
             self.counters,
             accepts_prefix=accept_prefix,
+            offer_rule=offer_rule,
         )
         self._loads = GpuLoads(self.table, self._policy, self._scans, self.counters)
 
@@ -244,7 +251,7 @@ class TieringOffloadingManager(OffloadingManager):
             self.counters.late_calls += 1
             raise KeyError(ctx.req_id)
         blocks = self._loads.prepare(keys, request)
-        self._note_use(request, blocks)
+        self._uses.note(request, blocks)
         return np.array([block.slot for block in blocks], dtype=np.int32)
 
     def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:
@@ -270,7 +277,7 @@ class TieringOffloadingManager(OffloadingManager):
         if granted is None:
             return None
         if granted.present:
-            self._note_use(request, granted.present)
+            self._uses.note(request, granted.present)
         if request.asking:
             self._cascade_existing_blocks_to_request_level_tiers(
                 request, granted.present
@@ -347,6 +354,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._book.close(request)
         if self._events is not None:
             self._events.clear()
+            self._desk.mirrors_cleared()
 
     def on_reset_flushed(self) -> None:
         """Free what GPU copies from before the last reset held: none runs now."""
@@ -363,7 +371,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return what became readable or went since the last call, each once."""
-        return [] if self._events is None else self._events.take()
+        if self._events is None:
+            return []
+        return self._events.take() + self._desk.take_events()
 
     # Ours ---------------------------------------------------------------------
 
@@ -372,15 +382,6 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         """Send offered blocks that are here to the tiers that want them all."""
         self._cascades.offer_present(request, present)
-
-    def _note_use(self, request: Request, blocks: Sequence[Block]) -> None:
-        """Let a use of blocks count for their time, and for what was withheld."""
-        if self._retention.marks or request.words is not None:
-            ready = [block for block in blocks if block.state == READY]
-            self._retention.used(request, ready)
-        if self._cascades.withholds:
-            ready = [block for block in blocks if block.state == READY]
-            self._cascades.send_used(request, ready)
 
     def check_integrity(self) -> None:
         """Assert the equations of semantics.md 14; for tests, and when idle."""

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from shmoffload.core.types import SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from shmoffload.core.interfaces import SlotSink
     from shmoffload.core.requests import Request
-    from shmoffload.core.types import OffloadKey
+    from shmoffload.core.types import OffloadKey, SlotArray
 
 FREE: Final = 0
 PENDING: Final = 1
@@ -82,12 +84,14 @@ class SlotTable:
 
     Attributes:
         blocks: key -> PENDING or READY block.
+        num_pinned: READY blocks that somebody reads.
         version: grows whenever a slot or a victim may have become available.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, sink: SlotSink) -> None:
         self.num_slots = num_slots
         self.num_pending = 0
+        self.num_pinned = 0
         self.num_quarantined = 0
         self.version = 0
         self.blocks: dict[OffloadKey, Block] = {}
@@ -101,6 +105,20 @@ class SlotTable:
     def num_free(self) -> int:
         """Slots that can be handed out at once."""
         return self.num_slots - self._next_unused + len(self._returned)
+
+    def slots_of(self, keys: Iterable[OffloadKey]) -> SlotArray:
+        """Return the slots of READY blocks; a mere look.
+
+        Raises:
+            KeyError: a block is not READY.
+        """
+        slots = []
+        for key in keys:
+            block = self.blocks[key]
+            if block.state != READY:
+                raise KeyError(key)
+            slots.append(block.slot)
+        return np.array(slots, dtype=np.int32)
 
     def reserve(self, key: OffloadKey, owner: object) -> Block:
         """Hand out a free slot to an absent key; there must be one.
@@ -174,6 +192,8 @@ class SlotTable:
     def pin(self, block: Block) -> None:
         """Add a reader of a READY block."""
         assert block.state == READY
+        if not block.pins:
+            self.num_pinned += 1
         block.pins += 1
 
     def unpin(self, block: Block) -> None:
@@ -185,6 +205,8 @@ class SlotTable:
             if block.state == QUARANTINED:
                 self.num_quarantined -= 1
                 self._free(block)
+            else:
+                self.num_pinned -= 1
 
     def detach(self, block: Block) -> None:
         """Make the key absent; the slot is free, or quarantined while held."""
@@ -192,6 +214,8 @@ class SlotTable:
         if block.state == PENDING:
             self.num_pending -= 1
             block.pins = 1  # the writer
+        elif block.pins:
+            self.num_pinned -= 1
         if block.pins:
             block.state = QUARANTINED
             self.num_quarantined += 1
@@ -210,6 +234,8 @@ class SlotTable:
         assert all(0 <= slot < self.num_slots for slot in free + held)
         pending = [b for b in self.blocks.values() if b.state == PENDING]
         assert len(pending) == self.num_pending
+        pinned = [b for b in self.blocks.values() if b.state == READY and b.pins]
+        assert len(pinned) == self.num_pinned
         assert all(b.pins == 0 and b.owner is not None for b in pending)
         assert all(
             b.owner is None and b.waiters is None and b.pins >= 0

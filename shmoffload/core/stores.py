@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from shmoffload.core.cascades import Cascades
     from shmoffload.core.counters import Counters
+    from shmoffload.core.offers import OfferRule
     from shmoffload.core.policies import CachePolicy
     from shmoffload.core.promotions import Promotions
     from shmoffload.core.requests import Request
@@ -51,9 +52,11 @@ class GpuStores:
         counters: Counters,
         *,
         accepts_prefix: bool,
+        offer_rule: OfferRule,
     ) -> None:
         self.copies = CopyTable()
         self._accepts_prefix = accepts_prefix
+        self._offers = offer_rule.make_counts()
         self._retention = promotions.retention
         self._table = table
         self._policy = policy
@@ -69,11 +72,15 @@ class GpuStores:
         offered = dict.fromkeys(keys)
         absent: Sequence[OffloadKey]
         absent = [key for key in offered if key not in table.blocks]
+        num_present = len(offered) - len(absent)
+        candidates = list(offered)
+        if self._offers is not None:
+            absent, candidates = self._often_offered(offered, absent)
         num_absent = len(absent)
         # A block that is not stored cannot be cascaded, so nothing is refused that
         # a tier would have got; the policy may let it go first.
         absent = self._policy.offer(
-            list(offered),
+            candidates,
             absent,
             request.ctx,
             may_refuse=counters.num_tiers == 0,
@@ -91,7 +98,7 @@ class GpuStores:
             counters.stores_shortened += 1
         counters.blocks_not_admitted += num_absent - len(absent) - len(left_out)
         present: list[Block] = []
-        if num_absent < len(offered):
+        if num_present:
             present = [
                 table.blocks[key]
                 for key in _before(offered, left_out)
@@ -113,6 +120,20 @@ class GpuStores:
             left_out=left_out,
         )
         return Granted(output, present)
+
+    def _often_offered(
+        self, offered: dict[OffloadKey, None], absent: Sequence[OffloadKey]
+    ) -> tuple[Sequence[OffloadKey], list[OffloadKey]]:
+        """Count an offer; return it without the absent keys that are too new.
+
+        Nobody hears of those: a policy would learn of a use that is none yet.
+        """
+        assert self._offers is not None
+        self._offers.count(offered)
+        often = self._offers.often_enough(absent)
+        self._counters.stores_skipped += len(absent) - len(often)
+        too_new = set(absent).difference(often)
+        return often, [key for key in offered if key not in too_new]
 
     def _reserve(self, keys: Sequence[OffloadKey], request: Request) -> list[Block]:
         """Hand out slots to absent keys; they are free."""

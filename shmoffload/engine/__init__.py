@@ -3,6 +3,7 @@
 ``Engine`` is what an inference server embeds::
 
     handle.py           calls of the manager, steps, start and close
+    traffic.py          everything received and sent for one engine
     tier_link.py        one worker's queue: jobs out, replies in, death proven
     supervisor_link.py  the supervisor: attach, hand-overs, its death
     waiting.py          bounded waits at start and close

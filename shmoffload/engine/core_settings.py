@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypedDict
 
+from shmoffload.core.offers import OfferRule
 from shmoffload.core.types import TierTraits, parse_admit
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class CoreSettings(TypedDict):
     traits: list[TierTraits]
     max_cascade_share: float
     accept_prefix: bool
+    offer_rule: OfferRule
 
 
 def core_settings(config: Config) -> CoreSettings:
@@ -36,6 +38,9 @@ def core_settings(config: Config) -> CoreSettings:
         "traits": [_traits(tier) for tier in config.tier],
         "max_cascade_share": config.limits.max_cascade_share,
         "accept_prefix": config.primary.accept_prefix,
+        "offer_rule": OfferRule(
+            config.primary.store_threshold, config.primary.max_tracker_size
+        ),
     }
 
 

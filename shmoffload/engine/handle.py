@@ -11,7 +11,6 @@ Who calls it: the scheduler process, one thread. Start and close wait, bounded b
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from typing import TYPE_CHECKING, Self
@@ -25,24 +24,21 @@ from shmoffload.engine.core_settings import core_settings
 from shmoffload.engine.gauges import Gauges
 from shmoffload.engine.guard import Guard
 from shmoffload.engine.policies import load_policy
-from shmoffload.engine.supervisor_link import (
-    ControlEvent,
-    Handover,
-    SupervisorLink,
-    SupervisorLost,
-)
+from shmoffload.engine.supervisor_link import SupervisorLink
 from shmoffload.engine.tier_link import TierLink
 from shmoffload.engine.trace import RequestTrace
+from shmoffload.engine.traffic import Traffic
 from shmoffload.engine.waiting import WAIT_SLICE_S, await_tiers, wait_for_words
 from shmoffload.wire.names import sweep
 from shmoffload.wire.region import PrimaryRegion
-from shmoffload.wire.session import SessionPage, TierWord, Word
+from shmoffload.wire.session import SessionPage, Word
 from shmoffload.worker.registry import check_tier_types
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
     from types import TracebackType
 
+    from shmoffload.core.events import OffloadingEvent
     from shmoffload.core.request_policy import RequestAnswer
     from shmoffload.core.types import (
         OffloadKey,
@@ -52,8 +48,6 @@ if TYPE_CHECKING:
         SlotArray,
     )
     from shmoffload.wire.config import Config
-
-log = logging.getLogger(__name__)
 
 
 class Engine(Guard, OffloadingManager):
@@ -76,8 +70,12 @@ class Engine(Guard, OffloadingManager):
         is_broken: the core has failed; everything is a miss.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, events: bool = False) -> None:
         """Start everything, and wait until every tier is up.
+
+        Args:
+            config: of the session.
+            events: keep what ``take_events`` returns; somebody has to take it.
 
         Raises:
             BadInputError: configuration, memory or a tier's storage cannot work
@@ -97,25 +95,29 @@ class Engine(Guard, OffloadingManager):
             undo.callback(self._remove_region)
             self.region.own()
             self._owns_session = True
-            self._build_core()
+            self._build_core(events=events)
             self._control = SupervisorLink(
                 config,
                 engine_epoch=self._epoch,
                 region_fd=self.region.fd,
                 page_fd=self.page.fd,
             )
-            undo.callback(self._stop)
+            self._traffic = Traffic(
+                self.manager, self.tiers, self._links, self._control, self.page
+            )
+            half = config.limits.close_timeout_s / 2
+            undo.callback(self._traffic.stop, timeout_s=half)
             await_tiers(
                 self.tiers,
                 self._links,
                 self._control,
-                pump=self._pump,
+                pump=self._traffic.pump,
                 timeout_s=config.limits.start_timeout_s,
             )
             self._undo = undo.pop_all()
         self.slot_view = self.region.slot_view
 
-    def _build_core(self) -> None:
+    def _build_core(self, *, events: bool) -> None:
         config, limits = self.config, self.config.limits
         self._epoch = self.page.get(Word.ENGINE_EPOCH) + 1
         self.page.set(Word.ENGINE_EPOCH, self._epoch)
@@ -129,6 +131,7 @@ class Engine(Guard, OffloadingManager):
                 block_bytes=config.stride,
                 engine_epoch=self._epoch,
                 max_outbox=limits.outbox_messages,
+                events=events,
             )
             for tier in config.tier
         ]
@@ -144,29 +147,31 @@ class Engine(Guard, OffloadingManager):
             sink=self.region,
             scan_hold_s=limits.scan_hold_s,
             job_deadline_s=limits.job_deadline_s,
+            events=events,
             **core_settings(config),
         )
         self._trace = RequestTrace()
         self._gauges = Gauges(config, self.page, self.manager, self.tiers)
-        words, base = self.page.words, self.page.tier_base
-        self._words = words
-        self._completion_words = [
-            base(i) + TierWord.COMPLETIONS for i in range(len(self.tiers))
-        ]
-        self._seen = [words[word] for word in self._completion_words]
 
     # The step -------------------------------------------------------------------
 
     def step_begin(self) -> None:
         """Take in what workers and the supervisor have said; set the clock."""
-        self._try(self._pump)
+        self._try(self._traffic.pump)
 
     def on_schedule_end(self, ctx: ScheduleEndContext) -> None:
         """End the step: promotions leave, and whatever else was put out."""
-        self._try(self._pump)
+        self._try(self._traffic.pump)
         self._try(self.manager.on_schedule_end, ctx)
-        self._try(self._send)
+        self._try(self._traffic.send)
         self._try(self._gauges.publish, num_steps=1)
+
+    def flush(self) -> None:
+        """Send what waits to be sent, now: there may be no step to do it.
+
+        For callers that take in a copy's end after their last step. No wait.
+        """
+        self._try(self._traffic.send)
 
     # The manager's calls ----------------------------------------------------------
 
@@ -208,6 +213,20 @@ class Engine(Guard, OffloadingManager):
             self._break("prepare_load")
         raise KeyError("the engine is off: nothing is readable")
 
+    def slots_of(self, keys: Iterable[OffloadKey]) -> SlotArray:
+        """Return the slots of readable blocks without pinning them.
+
+        For a block that was a HIT when the core failed (``is_broken``): it stays
+        where it is, for nothing moves any more. While the core works it may go
+        with any call: use ``prepare_load``.
+
+        Raises:
+            KeyError: a block is not readable, or the engine is closed.
+        """
+        if self._is_closed:
+            raise KeyError("the engine is closed: nothing is readable")
+        return self.manager.table.slots_of(keys)
+
     def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:
         """See ``OffloadingManager.complete_load``."""
         self._try(self.manager.complete_load, keys, ctx)
@@ -216,14 +235,14 @@ class Engine(Guard, OffloadingManager):
         self, keys: Collection[OffloadKey], ctx: ReqContext
     ) -> PrepareStoreOutput | None:
         """See ``OffloadingManager.prepare_store``; collects replies first."""
-        self._try(self._collect_if_signalled)
+        self._try(self._traffic.collect_if_signalled)
         return self._try(self.manager.prepare_store, keys, ctx)
 
     def complete_store(
         self, keys: Collection[OffloadKey], ctx: ReqContext, success: bool = True
     ) -> None:
         """See ``OffloadingManager.complete_store``; collects replies first."""
-        self._try(self._collect_if_signalled)
+        self._try(self._traffic.collect_if_signalled)
         self._try(self.manager.complete_store, keys, ctx, success)
 
     def on_request_finished(self, ctx: ReqContext) -> None:
@@ -251,9 +270,9 @@ class Engine(Guard, OffloadingManager):
         """See ``OffloadingManager.touch``."""
         self._try(self.manager.touch, keys, ctx)
 
-    def take_events(self) -> Iterable[object]:
-        """See ``OffloadingManager.take_events``."""
-        return self._try(self.manager.take_events) or ()
+    def take_events(self) -> list[OffloadingEvent]:
+        """See ``OffloadingManager.take_events``; nothing without ``events``."""
+        return self._try(self.manager.take_events) or []
 
     # Outside steps ----------------------------------------------------------------
 
@@ -262,7 +281,7 @@ class Engine(Guard, OffloadingManager):
         deadline = time.monotonic() + timeout_s
         while True:
             self.step_begin()
-            self._try(self._send)
+            self._try(self._traffic.send)
             self._try(self._gauges.publish, num_steps=0)
             if not any(tier.num_open_jobs for tier in self.tiers):
                 return True
@@ -306,68 +325,6 @@ class Engine(Guard, OffloadingManager):
         self.close()
 
     # Inside -------------------------------------------------------------------------
-
-    def _pump(self) -> None:
-        """Receive from everybody: only a receive shows that somebody is gone."""
-        now_s = time.monotonic()
-        vacant = all(link.is_vacant for link in self._links)
-        for event in self._control.pump(now_s=now_s, workers_gone=vacant):
-            self._on_control(event)
-        self._collect(now_s)
-
-    def _on_control(self, event: ControlEvent) -> None:
-        if isinstance(event, Handover):
-            link = self._links[event.tier_idx]
-            # The supervisor starts a worker only after it reaped the last one, so
-            # what is left of that one can be read to its end now.
-            self.tiers[event.tier_idx].feed(link.receive())
-            if not link.is_vacant:
-                log.error("a worker was handed over beside a live one; refused")
-                event.channel.close()
-                os.close(event.pidfd)
-                return
-            link.connect(event.channel, event.pidfd, event.worker_epoch)
-        elif isinstance(event, SupervisorLost):
-            for tier, link in zip(self.tiers, self._links, strict=True):
-                tier.feed(link.receive())
-                tier.feed(link.abandon())
-
-    def _collect_if_signalled(self) -> None:
-        words, seen = self._words, self._seen
-        for i, word in enumerate(self._completion_words):
-            if words[word] != seen[i]:
-                self._collect(time.monotonic())
-                return
-
-    def _collect(self, now_s: float) -> None:
-        for i, (tier, link) in enumerate(zip(self.tiers, self._links, strict=True)):
-            self._seen[i] = self._words[self._completion_words[i]]
-            inputs = link.receive()
-            if inputs:
-                tier.feed(inputs)
-        if self.is_broken:
-            return
-        self.manager.advance(now_s)
-        for tier_idx in self.manager.take_overdue_tiers():
-            self._control.kill_worker(
-                tier_idx,
-                self._links[tier_idx].worker_epoch,
-                reason="a job was not answered before its deadline",
-                now_s=now_s,
-            )
-
-    def _send(self) -> None:
-        for tier, link in zip(self.tiers, self._links, strict=True):
-            # While a queue is full the rest waits in the mailbox, which has a bound.
-            link.send(() if link.num_unsent else tier.take_outbox())
-
-    def _stop(self) -> None:
-        """Have all workers stopped and reaped, then let go of the queues."""
-        half = self.config.limits.close_timeout_s / 2
-        if not self._control.detach(timeout_s=half):
-            log.warning("the supervisor did not confirm the end of its workers")
-        for link in self._links:
-            link.close()
 
     def _remove_region(self) -> None:
         self.region.unlink()

@@ -54,8 +54,12 @@ def check_attach(message: Attach, *, session: str, config: Config | None) -> str
 
 
 def differing_key(ours: Config, theirs: Config) -> str:
-    """Name the first key that the daemon and an engine have differently."""
-    left, right = (dict(_flat(msgspec.to_builtins(c), "")) for c in (ours, theirs))
+    """Name the first key that the daemon and an engine have differently.
+
+    Of those that both act on: tiers and heartbeats. Primary, namespace and the
+    other limits are the engine's to say; an adapter computes them.
+    """
+    left, right = (dict(_shared(config)) for config in (ours, theirs))
     for key in [*left, *(key for key in right if key not in left)]:
         if left.get(key) != right.get(key):
             return (
@@ -63,6 +67,12 @@ def differing_key(ours: Config, theirs: Config) -> str:
                 f"the engine: give both the same configuration file, restart the daemon"
             )
     return ""
+
+
+def _shared(config: Config) -> Iterator[tuple[str, Any]]:
+    yield from _flat(msgspec.to_builtins(config.tier), "tier.")
+    for key in ("heartbeat_s", "hung_after_s"):
+        yield f"limits.{key}", getattr(config.limits, key)
 
 
 def _flat(value: Any, at: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401

@@ -28,11 +28,12 @@ _log = logging.getLogger("shmoffload.supervisor")
 
 
 class Served(NamedTuple):
-    """The engine whose workers run: its channel, epoch and region."""
+    """The engine whose workers run: its channel, epoch, region, configuration."""
 
     connection: Connection
     engine_epoch: int
     region_fd: int
+    config: Config
 
 
 class TierKeeper:
@@ -56,7 +57,6 @@ class TierKeeper:
             config.limits, epoch=page.get_tier(tier_idx, TierWord.WORKER_EPOCH)
         )
         self._tier_idx = tier_idx
-        self._config = config
         self._name = config.tier[tier_idx].name
         self._command = worker_command
         self._process: WorkerProcess | None = None
@@ -138,7 +138,7 @@ class TierKeeper:
         try:
             process, engine_end = WorkerProcess.start(
                 self._command,
-                self._config,
+                self._served.config,
                 tier_idx=self._tier_idx,
                 worker_epoch=self.life.epoch,
                 engine_epoch=self._served.engine_epoch,

@@ -88,13 +88,14 @@ class Service:
         """
         assert self._served is None
         message, region_fd, page_fd = attach
-        if not self._has_page(message.config, page_fd):
+        config = config_.decode(message.config)
+        if not self._has_page(config, page_fd):
             os.close(region_fd)
             return (
                 f'the engine\'s page is not that of session "{self._session}": end '
                 f"the engine, then the daemon, and start the daemon first"
             )
-        self._served = Served(connection, message.engine_epoch, region_fd)
+        self._served = Served(connection, message.engine_epoch, region_fd, config)
         self.is_ending = False
         connection.post(Attached(os.getpid()))
         for keeper in self.keepers:
@@ -157,7 +158,7 @@ class Service:
         self.is_ending = False
         if self._served is None:
             return None
-        connection, _, region_fd = self._served
+        connection, _, region_fd, _ = self._served
         if all(keeper.life.phase is Phase.IDLE for keeper in self.keepers):
             connection.post(Detached())
         else:
@@ -168,14 +169,13 @@ class Service:
         self._served = None
         return connection
 
-    def _has_page(self, packed: bytes, page_fd: int) -> bool:
+    def _has_page(self, config: Config, page_fd: int) -> bool:
         """Take over the engine's page, or see that it is the daemon's."""
         if self._is_daemon:
             assert self._page is not None
             is_ours = same_object(page_fd, self._page.fd)
             os.close(page_fd)
             return is_ours
-        config = config_.decode(packed)
         page = map_page(page_fd, config)
         if page is not None:
             self._take_page(config, page)

@@ -26,6 +26,7 @@ _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,30}")
 MAX_TIERS: Final = 8
 MAX_WAIT_S: Final = 86400
 MAX_PATH_BYTES: Final = 1024
+MAX_TRACKED: Final = 10_000_000
 BUILT_IN_POLICIES: Final = ("auto", "lru", "arc", "arc2")
 POLICY_GROUP: Final = "shmoffload.policies"
 """Entry points of other eviction policies: ``name = "module:factory"``."""
@@ -50,6 +51,8 @@ class PrimaryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Give ``slots`` or ``bytes``. ``block_bytes`` is the payload of a block,
     ``policy`` the eviction order: a built-in one or a plug-in's name.
     ``accept_prefix``: store the part of an offer that finds room.
+    ``store_threshold``: offers of a block before it is stored; below 2 the first
+    is enough. ``max_tracker_size``: blocks whose offers are counted.
     """
 
     block_bytes: int | str
@@ -57,6 +60,8 @@ class PrimaryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int | str | None = None
     policy: str = "auto"
     accept_prefix: bool = False
+    store_threshold: int = 0
+    max_tracker_size: int = 64000
 
 
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,8 +151,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return namespace_digest(f"{self.session.namespace}\0{self.block_bytes}")
 
 
-def load(path: Path | str) -> Config:
+def load(path: Path | str, *, tiers_only: bool = False) -> Config:
     """Read a TOML file.
+
+    Args:
+        path: the file.
+        tiers_only: for a daemon, which is told the primary by its engines: the
+            file may leave ``[primary]`` out.
 
     Raises:
         ConfigError: unreadable, no TOML, unknown key or bad value.
@@ -161,15 +171,17 @@ def load(path: Path | str) -> Config:
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no text: give a TOML file") from error
-    return from_toml(text)
+    return from_toml(text, tiers_only=tiers_only)
 
 
-def from_toml(text: str) -> Config:
+def from_toml(text: str, *, tiers_only: bool = False) -> Config:
     """Check TOML text; see ``load``."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"the configuration is not TOML: {error}") from error
+    if tiers_only:
+        raw.setdefault("primary", {"block_bytes": 1, "slots": 1})
     return from_dict(raw)
 
 
@@ -231,6 +243,7 @@ def _check(config: Config) -> None:
             f"(payload and a header page); raise primary.bytes or primary.slots"
         )
     _check_policy(config.primary.policy)
+    _check_offers(config.primary)
     if len(config.tier) > MAX_TIERS:
         raise ConfigError(f"{len(config.tier)} tiers are too many: {MAX_TIERS} at most")
     _check_tiers(config)
@@ -277,6 +290,19 @@ def _check_policy(name: str) -> None:
                 f'primary.policy = "{name}" is no eviction policy: '
                 f"{closest(name, known, 'did you mean {}?', 'known are {}')}"
             )
+
+
+def _check_offers(primary: PrimaryConfig) -> None:
+    if primary.store_threshold < 0:
+        raise ConfigError(
+            f"primary.store_threshold = {primary.store_threshold} is below 0: give "
+            f"the number of offers, or 0 to store a block at its first"
+        )
+    if not 1 <= primary.max_tracker_size <= MAX_TRACKED:
+        raise ConfigError(
+            f"primary.max_tracker_size = {primary.max_tracker_size} is out of range: "
+            f"give 1 to {MAX_TRACKED}; each takes about 200 bytes of memory"
+        )
 
 
 def _check_tiers(config: Config) -> None:

@@ -32,6 +32,12 @@ SLOT_RECORD: Final = struct.Struct("<QIHH40sQ")
 """Slot word, payload length, key length, spare, key, spare; 64 bytes."""
 SLOT_RECORD_BYTES: Final = SLOT_RECORD.size
 
+MAX_RANKS: Final = 128
+"""GPU workers that one region has words for."""
+NUM_COPY_KINDS: Final = 2
+COPIES_DONE: Final = slice(2048, 2048 + MAX_RANKS * NUM_COPY_KINDS * 8)
+"""Bytes of the region's header page: two words a rank, to the end of the page."""
+
 
 def round_up_to_page(num_bytes: int) -> int:
     """Return the smallest multiple of a page that holds ``num_bytes``."""

@@ -1,13 +1,15 @@
 """The primary region: slots that the GPU copies to and tier workers work in.
 
-Covers: mapping, ownership, the slot table, views of slots.
+Covers: mapping, ownership, the slot table, views of slots, words of GPU copies.
 Does not cover: create or join (``wire.region_join``), which block is in which slot
 (the core decides), block headers (``wire.layout``), populating (``wire.room``).
 Who calls it: the engine's process makes and owns it; tier workers map it from an
-inherited descriptor. One thread writes the slot table: the scheduler's.
+inherited descriptor; GPU workers open it too. One thread writes the slot table: the
+scheduler's. A rank's words of copies are written by that rank's GPU worker.
 
 File: ``[header page][slot table, 64 bytes a slot, page-rounded][slots]``, a slot is
-``[payload, page-rounded][header page]``.
+``[payload, page-rounded][header page]``. The second half of the region's header page
+has the words of copies.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from shmoffload.core.types import OffloadKey
     from shmoffload.wire.config import Config
 
+MAX_RANKS: Final = layout.MAX_RANKS
+_KINDS: Final = layout.NUM_COPY_KINDS
 _RECORD_WORDS: Final = layout.SLOT_RECORD_BYTES // 8
 _WRITE_KEY: Final = struct.Struct("<IHH40s").pack_into
 _PENDING: Final = int(SlotState.PENDING)  # a plain int: IntEnum costs 0.1 us here
@@ -75,6 +79,8 @@ class PrimaryRegion:
         table_end = layout.PAGE_BYTES + self.num_slots * layout.SLOT_RECORD_BYTES
         self._keys = self._bytes[layout.PAGE_BYTES : table_end]
         self._table = self._keys.cast("Q")
+        # No name for the slice: while one is out the mapping cannot be closed.
+        self._copies_done = self._bytes[layout.COPIES_DONE].cast("Q")
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         try:
             room.populate(self._mapping)
@@ -167,7 +173,7 @@ class PrimaryRegion:
         Views that are still out stay usable; they and this object then keep the
         memory, and its lock, until they are gone.
         """
-        for view in (self._table, self._keys, self._bytes):
+        for view in (self._table, self._keys, self._copies_done, self._bytes):
             view.release()
         with contextlib.suppress(BufferError):  # views are out
             self._mapping.close()
@@ -206,6 +212,30 @@ class PrimaryRegion:
             raise IndexError(f"slot {slot} is not in 0..{self.num_slots - 1}")
         return self._slots_offset + slot * self.stride
 
+    # ------------------------------------------------------------ GPU copies
+
+    def copies_done(self, rank: int, kind: int) -> int:
+        """Return the last ticket that a GPU worker has published; 0 before any.
+
+        Args:
+            rank: of the GPU worker, below ``MAX_RANKS``.
+            kind: 0 or 1, the direction of the copies; the caller's to name.
+
+        Raises:
+            IndexError: no such word.
+        """
+        return self._copies_done[_word_of(rank, kind)]
+
+    def set_copies_done(self, rank: int, kind: int, ticket: int) -> None:
+        """Publish a ticket, in one store; only that rank's process may.
+
+        The words begin at 0 whenever a region is made or taken over from the dead.
+
+        Raises:
+            IndexError: no such word.
+        """
+        self._copies_done[_word_of(rank, kind)] = ticket
+
     # ------------------------------------------------------------ slot table
 
     def hand_out(
@@ -240,3 +270,12 @@ class PrimaryRegion:
             self._keys, slot * layout.SLOT_RECORD_BYTES
         )
         return word >> 8, SlotState(word & 0xFF), key[:key_bytes], num_bytes
+
+
+def _word_of(rank: int, kind: int) -> int:
+    if not (0 <= rank < MAX_RANKS and 0 <= kind < _KINDS):
+        raise IndexError(
+            f"rank {rank}, kind {kind} has no word: ranks are below {MAX_RANKS}, "
+            f"kinds below {_KINDS}"
+        )
+    return rank * _KINDS + kind

@@ -7,9 +7,9 @@ inference server. Blocks, bounded.
 
 The same for everybody (25 races of four: always one region):
 
-- LOCK_EX had -> nobody maps it: clear its slot table or build it, phase FRESH, then
-  join like the others. Magic is written last, so that a file without it is that of
-  a creator who died midway, and is built anew.
+- LOCK_EX had -> nobody maps it: clear its slot table and its words of copies or
+  build it, phase FRESH, then join like the others. Magic is written last, so that
+  a file without it is that of a creator who died midway, and is built anew.
 - else LOCK_SH had, magic, FRESH, the same geometry -> joined.
 - OWNED and the owner lock held -> in use.
 - OWNED by a dead engine whose workers still live -> wait for them; past the
@@ -152,6 +152,8 @@ class Joining:
         if Geometry.read(fd) == self._want:
             table_bytes = self._want.num_slots * layout.SLOT_RECORD_BYTES
             os.pwrite(fd, bytes(table_bytes), layout.PAGE_BYTES)
+            done = layout.COPIES_DONE
+            os.pwrite(fd, bytes(done.stop - done.start), done.start)
             os.pwrite(fd, FRESH.to_bytes(8, "little"), PHASE_WORD * 8)
             return
         try:

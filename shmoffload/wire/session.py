@@ -139,6 +139,8 @@ class TierWord(enum.IntEnum):
     JOBS_QUEUED = 27  # worker; waiting or running
     WORKER_READY = 28  # worker; its epoch, once its tier is open
     DIRECT_IO = 29  # worker; 1 = O_DIRECT in use
+    LOAD_NS = 30  # worker; time in promotions, added over its threads
+    STORE_NS = 31  # worker; time in cascades
     HITS = 40  # engine; blocks found in this tier
     STORE_JOBS = 41  # engine
     STORE_BLOCKS = 42  # engine

@@ -104,9 +104,13 @@ class Executor:
 
     def _work(self, is_promotion: bool) -> None:
         run = self._run_load if is_promotion else self._run_store
+        time_word = TierWord.LOAD_NS if is_promotion else TierWord.STORE_NS
         try:
             while (job := self._queues.take(is_promotion=is_promotion)) is not None:
-                self._answer(job, self._outcome(job, run))
+                start_ns = time.monotonic_ns()
+                outcome = self._outcome(job, run)
+                self._counters.add({time_word: time.monotonic_ns() - start_ns})
+                self._answer(job, outcome)
                 self._queues.done()
                 self._counters.set(TierWord.JOBS_QUEUED, len(self._queues))
         except BaseException:

@@ -1,7 +1,7 @@
 """The manager over mailboxes whose workers answer late, twice, in part, or die.
 
 Covers: epochs, silence and death, what a worker may still touch, the order of
-words on a channel (INV-22, 26, 32 to 37).
+words on a channel, events of what tiers hold (INV-12, 22, 26, 32 to 37).
 Does not cover: sockets and processes (``tests/crash``, ``tests/integration``).
 
 A worker here is a list of what it has received and a disk that outlives it. It
@@ -36,7 +36,7 @@ from shmoffload.core.types import (
     make_offload_key,
 )
 
-NUM_KEYS, NUM_SLOTS, DEADLINE_S, ENGINE = 8, 4, 30.0, 7
+NUM_KEYS, NUM_SLOTS, MAX_ON_DISK, DEADLINE_S, ENGINE = 8, 4, 5, 30.0, 7
 KEYS = [make_offload_key(b"key-%02d" % i) for i in range(NUM_KEYS)]
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 READY = 2
@@ -91,12 +91,18 @@ class WorkerMachine(RuleBasedStateMachine):
                 block_bytes=64,
                 engine_epoch=ENGINE,
                 max_outbox=12,
+                events=True,
             )
             for i in range(2)
         ]
         self.manager = TieringOffloadingManager(
-            NUM_SLOTS, self.tiers, block_bytes=64, job_deadline_s=DEADLINE_S
+            NUM_SLOTS,
+            self.tiers,
+            block_bytes=64,
+            job_deadline_s=DEADLINE_S,
+            events=True,
         )
+        self.mirrors = {None: set(), 0: set(), 1: set()}
         self.memory = [GARBAGE] * NUM_SLOTS
         self.disks = [dict.fromkeys(seed), {}]
         self.workers = [[], []]  # every incarnation, newest last
@@ -198,6 +204,34 @@ class WorkerMachine(RuleBasedStateMachine):
         self.manager.advance(self.now_s)
         self.manager.on_schedule_end(ScheduleEndContext())
 
+    @rule()
+    def reset(self):
+        """Whoever follows the events hears that all is gone, in tiers as well."""
+        self.manager.reset_cache()
+        for mirror in self.mirrors.values():
+            mirror.clear()
+
+    @rule()
+    def follow(self):
+        self._follow()
+
+    def _follow(self):
+        for event in self.manager.take_events():
+            keys, mirror = set(event.keys), self.mirrors[event.tier]
+            assert len(keys) == len(event.keys), "INV-12: a key twice in an event"
+            if not event.is_removed:
+                assert not mirror & keys, "INV-12: stored twice"
+                mirror |= keys
+            elif not event.metadata_only:
+                assert keys <= mirror, "INV-12: removed, but never stored"
+                mirror -= keys
+        ready = {b.key for b in self._slots().values() if b.state == READY}
+        assert self.mirrors[None] == ready, "INV-12: of the primary"
+        asker = ReqContext("follower")
+        for t, tier in enumerate(self.tiers):
+            there = {key for key in KEYS if tier.lookup(key, asker) is HIT}
+            assert self.mirrors[t] == there, "INV-12: of a tier"
+
     # The worker's side ------------------------------------------------------------
 
     @rule(t=st.integers(0, 1))
@@ -231,8 +265,11 @@ class WorkerMachine(RuleBasedStateMachine):
             elif idx not in failed:
                 assert self.memory[slot] == key, "INV-37: a cascade read other bytes"
                 worker.disk[key] = None
+        removed = tuple(worker.disk)[:1] if len(worker.disk) > MAX_ON_DISK else ()
+        for key in removed:
+            del worker.disk[key]
         worker.replies.append(
-            JobReply(ENGINE, worker.epoch, job.job_id, tuple(failed), (), "")
+            JobReply(ENGINE, worker.epoch, job.job_id, tuple(failed), removed, "")
         )
 
     @rule(t=st.integers(0, 1), i=pick, is_twice=st.booleans())
@@ -325,6 +362,7 @@ class WorkerMachine(RuleBasedStateMachine):
                 tier.feed(worker.replies)
                 worker.replies.clear()
             self._step()
+        self._follow()
         manager, table = self.manager, self.manager.table
         manager.check_integrity()
         assert not manager._desk.open, "INV-29: jobs left"

@@ -53,6 +53,7 @@ def make_mailbox(
     max_outbox=100,
     name="slab",
     policy=OffloadPolicy.BLOCK_LEVEL,
+    events=False,
 ):
     """A worker's tier as the core sees it; the test feeds it. ``epoch`` 0: down."""
     tier = MailboxTier(
@@ -62,6 +63,7 @@ def make_mailbox(
         block_bytes=64,
         engine_epoch=ENGINE_EPOCH,
         max_outbox=max_outbox,
+        events=events,
     )
     if epoch:
         tier.feed([TierUp(epoch)])

@@ -10,7 +10,7 @@ from shmoffload.core.types import SlotState, make_offload_key
 from shmoffload.errors import RegionMismatchError, SessionInUseError, StartError
 from shmoffload.wire import layout, names, region_join, room
 from shmoffload.wire.config import from_dict
-from shmoffload.wire.region import PrimaryRegion
+from shmoffload.wire.region import MAX_RANKS, PrimaryRegion
 
 BLOCK_BYTES = 5000
 KEY = make_offload_key(b"k" * 32)
@@ -324,3 +324,43 @@ def test_stride_view_is_a_block_with_its_header(region):
     assert layout.header_matches(
         whole[-4096:], KEY, whole[:BLOCK_BYTES], region.namespace
     )
+
+
+def test_words_of_copies_are_one_per_rank_and_kind(region, session_name):
+    words = [(rank, kind) for rank in range(MAX_RANKS) for kind in (0, 1)]
+    assert all(region.copies_done(*word) == 0 for word in words)
+    for number, word in enumerate(words, start=1):
+        region.set_copies_done(*word, number)
+    second = PrimaryRegion.open(config_of(session_name))
+    assert [second.copies_done(*word) for word in words] == list(range(1, 257))
+    second.set_copies_done(MAX_RANKS - 1, 1, 2**63)
+    assert region.copies_done(MAX_RANKS - 1, 1) == 2**63
+    assert all(region.record(slot) == (0, SlotState.FREE, b"", 0) for slot in range(7))
+    assert bytes(region.slot_view(0)) == bytes(BLOCK_BYTES)
+    second.close()
+    fd = os.dup(region.fd)
+    handed = PrimaryRegion.from_fd(fd)  # its header still holds
+    assert handed.copies_done(3, 1) == 8
+    handed.close()
+
+
+@pytest.mark.parametrize("word", [(-1, 0), (MAX_RANKS, 0), (0, -1), (0, 2)])
+def test_no_word_of_copies_outside(region, word):
+    with pytest.raises(IndexError, match="has no word"):
+        region.copies_done(*word)
+    with pytest.raises(IndexError, match="has no word"):
+        region.set_copies_done(*word, 1)
+
+
+@pytest.mark.parametrize("slots", [7, 9])
+def test_words_of_copies_begin_anew_when_all_others_are_gone(session_name, slots):
+    dead = PrimaryRegion.open(config_of(session_name))
+    dead.own()
+    dead.set_copies_done(0, 0, 5)
+    dead.set_copies_done(MAX_RANKS - 1, 1, 6)
+    dead.close()  # without unlink, as a SIGKILL leaves it
+    reused = PrimaryRegion.open(config_of(session_name, slots=slots))
+    reused.own()
+    assert reused.copies_done(0, 0) == reused.copies_done(MAX_RANKS - 1, 1) == 0
+    reused.unlink()
+    reused.close()
