@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: install demo test lint types bench-start bench-idle bench-policies bench-manager \
-  test-differential clean
+  test-differential test-vllm clean
 
 install: $(INSTALLED)
 
@@ -55,6 +55,24 @@ bench-manager: .venv-vllm/.installed
 # The same random trace through both managers: equal but where docs/decisions.md says.
 test-differential: .venv-vllm/.installed
 	$(VLLM_PYTHON) -m pytest -p no:cacheprovider tests/differential
+
+# Real servers of vLLM 0.32 with a tiny model, its scheduler in a loop, its own tests of a
+# manager; then what needs no server on 0.33 as well, and one server.
+# faulthandler_timeout: a server takes longer to start than a usual test may hang.
+VLLM_TREE := 0.33.0
+VLLM_OVERLAY := .venv-vllm/vllm-$(VLLM_TREE)
+VLLM_PYTEST := $(VLLM_PYTHON) -m pytest -p no:cacheprovider -o faulthandler_timeout=0 \
+  --durations=10
+$(VLLM_OVERLAY)/vllm/__init__.py: tools/vllm_env.sh
+	VLLM_TREE=$(VLLM_TREE) tools/vllm_env.sh .venv-vllm
+	@touch $@
+
+test-vllm: .venv-vllm/.installed $(VLLM_OVERLAY)/vllm/__init__.py
+	$(VLLM_PYTEST) tests/vllm
+	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/$(VLLM_OVERLAY) $(VLLM_PYTEST) $(VLLM_TESTS_033)
+
+VLLM_TESTS_033 := $(addprefix tests/vllm/test_,$(addsuffix .py,spec manager_adapter metrics \
+  kv_events workers shm_tier scheduler_loop scheduler_loop_groups server_phases))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

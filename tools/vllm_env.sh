@@ -81,6 +81,7 @@ for compiled in installed.rglob("*.so"):
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(compiled.resolve())
 PYTHON
+  "${pip[@]}" install orjson  # all that the server of 0.33 needs beyond 0.32
   echo "use it: VLLM_TARGET_DEVICE=cpu PYTHONPATH=$venv/$out $venv/bin/python ..."
 }
 

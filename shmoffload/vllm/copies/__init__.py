@@ -1,0 +1,1 @@
+"""GPU workers: from block ids to copies between KV tensors and slots."""

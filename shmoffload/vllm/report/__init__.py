@@ -1,0 +1,1 @@
+"""What vLLM is told: figures for /metrics, residency events."""
