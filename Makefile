@@ -68,10 +68,10 @@ $(VLLM_OVERLAY)/vllm/__init__.py: tools/vllm_env.sh
 	@touch $@
 
 test-vllm: .venv-vllm/.installed $(VLLM_OVERLAY)/vllm/__init__.py
-	$(VLLM_PYTEST) tests/vllm
+	$(VLLM_PYTEST) tests/with_vllm
 	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/$(VLLM_OVERLAY) $(VLLM_PYTEST) $(VLLM_TESTS_033)
 
-VLLM_TESTS_033 := $(addprefix tests/vllm/test_,$(addsuffix .py,spec manager_adapter metrics \
+VLLM_TESTS_033 := $(addprefix tests/with_vllm/test_,$(addsuffix .py,spec manager_adapter metrics \
   kv_events workers shm_tier scheduler_loop scheduler_loop_groups server_phases))
 
 clean:

@@ -1,7 +1,7 @@
 """Runs seeds of the scheduler loop and prints what they showed.
 
 Covers: seeds, resets of running requests or not, groups, one line a seed or JSON.
-Does not cover: the loop (``tests/vllm``); a pass mark (the tests there have it).
+Does not cover: the loop (``tests/with_vllm``); a pass mark (the tests there have it).
 Who calls it: a person, ``tools/vllm_loop.py --seeds 0-99 --resets all``, with the
 Python of ``.venv-vllm`` (tools/vllm_env.sh). The exit status is 1 if one seed read
 a wrong byte, said a wrong text, or met an exception of ours.
@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1] / "tests" / "vllm"
+TESTS = Path(__file__).parents[1] / "tests" / "with_vllm"
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ has left. vLLM blanks them in its own table, but only from the block on that it
 would store next. ``reset_cache`` sets that to 0, so that all blocks are offered
 again, those among them that were given back, belong to another request by now and
 have its bytes (0.32 and 0.33, ``offloading/scheduler.py``: ``_update_req_states``
-and ``reset_cache``; found by tests/vllm/test_scheduler_loop_groups.py). The bytes
+and ``reset_cache``; found by tests/with_vllm/test_scheduler_loop_groups.py). The bytes
 would be stored under the first request's keys. vLLM does not tell a manager which
 groups have a window (0.33 does), nor which GPU blocks it offers. So a request that
 has run at a reset stores nothing more, until it is preempted: then it starts again

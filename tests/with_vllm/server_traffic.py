@@ -3,7 +3,7 @@
 Covers: repeatable prompts, asking one after another or at once and comparing with
 the server without offloading, counters that have to change by exact numbers, CPU.
 Does not cover: processes (``server_kit``).
-Who calls it: ``tests/vllm/test_server_*.py``.
+Who calls it: ``tests/with_vllm/test_server_*.py``.
 """
 
 import os

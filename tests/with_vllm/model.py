@@ -2,7 +2,7 @@
 
 Covers: weights, configuration and a byte-level tokenizer, the same at every call.
 Does not cover: who serves it (``server_kit``).
-Who calls it: test fixtures; ``python tests/vllm/model.py FOLDER`` by hand.
+Who calls it: test fixtures; ``python tests/with_vllm/model.py FOLDER`` by hand.
 
 A Llama of four layers in float32. The weights are larger than a fresh model's, so
 that attention is sharp and one changed prompt token changes the whole greedy

@@ -3,7 +3,7 @@
 Covers: the command line and environment, waiting until it answers, completions by
 token ids, counters, our own status, its processes, the end, what is left.
 Does not cover: what should come out (the tests), the model (``model``).
-Who calls it: ``tests/vllm/test_server_*.py`` and the test of the documents.
+Who calls it: ``tests/with_vllm/test_server_*.py`` and the test of the documents.
 
 A start takes about 25 s of mostly one core, so tests share servers. A server is a
 process group of its own: everything it started is found by its session id, ours by

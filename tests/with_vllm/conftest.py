@@ -1,7 +1,7 @@
 """Tests that need vLLM itself: the model, the server to compare with.
 
-Without vLLM nothing here is collected. Do not ask ``importorskip("vllm")``: this very
-folder is called vllm and is found as an empty package when ``tests`` is on the path.
+Without vLLM nothing here is collected. (A folder ``tests/vllm`` would be found as an
+empty package ``vllm`` when ``tests`` is on the path.)
 """
 
 import importlib.util
@@ -12,13 +12,7 @@ pytest.register_assert_rewrite("server_kit", "server_traffic")
 
 from server_kit import serve  # noqa: E402  (after they are registered)
 
-
-def _is_vllm_installed():
-    spec = importlib.util.find_spec("vllm")
-    return spec is not None and spec.origin is not None
-
-
-if not _is_vllm_installed():
+if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
 
