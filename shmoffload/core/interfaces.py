@@ -59,7 +59,7 @@ class OffloadingManager(abc.ABC):
             int32 slots, co-indexed with ``keys``; a repeated key is pinned twice.
 
         Raises:
-            KeyError: a key is not readable; nothing was pinned.
+            NotReadableError: a key is not readable; nothing was pinned.
         """
 
     @abc.abstractmethod

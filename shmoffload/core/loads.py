@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from shmoffload.core.requests import CopyTable
 from shmoffload.core.slots import FROM_STORE, QUARANTINED, READY
+from shmoffload.core.types import NotReadableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,12 +48,15 @@ class GpuLoads:
         """Pin readable blocks; decides the request's scan.
 
         Raises:
-            KeyError: a key is not readable; nothing was pinned.
+            NotReadableError: a key is not readable; nothing was pinned.
         """
-        blocks = [self._table.blocks[key] for key in keys]
+        try:
+            blocks = [self._table.blocks[key] for key in keys]
+        except KeyError as error:
+            raise NotReadableError(*error.args) from None
         for block in blocks:
             if block.state != READY:
-                raise KeyError(block.key)
+                raise NotReadableError(block.key)
         self.copies.add(request.ctx.req_id, blocks)
         self._policy.access_all(keys, request.ctx)
         counters = self._counters

@@ -35,6 +35,7 @@ from shmoffload.core.slots import FROM_STORE, READY, SlotTable
 from shmoffload.core.stores import GpuStores
 from shmoffload.core.types import (
     LookupResult,
+    NotReadableError,
     OffloadPolicy,
     RequestOffloadingContext,
 )
@@ -243,13 +244,13 @@ class TieringOffloadingManager(OffloadingManager):
         """Pin readable blocks for the GPU; decides the request's scan.
 
         Raises:
-            KeyError: unknown request, or a key that is not readable; nothing was
-                pinned.
+            NotReadableError: unknown request, or a key that is not readable; nothing
+                was pinned.
         """
         request = self._requests.get(ctx.req_id)
         if request is None:
             self.counters.late_calls += 1
-            raise KeyError(ctx.req_id)
+            raise NotReadableError(ctx.req_id)
         blocks = self._loads.prepare(keys, request)
         self._uses.note(request, blocks)
         return np.array([block.slot for block in blocks], dtype=np.int32)
@@ -324,13 +325,15 @@ class TieringOffloadingManager(OffloadingManager):
             or self._desk.has_pending_work()
         )
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, *, forgets_copies: bool = False) -> None:
         """Make every block absent, at once.
 
         Slots that somebody still reads or writes are quarantined: jobs' until they
-        are answered, GPU copies' until ``complete_store`` / ``complete_load`` come
-        late or ``on_reset_flushed`` says that none runs. Finished requests end,
-        active ones go on with nothing open.
+        are answered, GPU copies' until ``complete_*`` comes late or
+        ``on_reset_flushed``. Finished requests end, active ones go on.
+
+        Args:
+            forgets_copies: the caller will not complete copies of before (vLLM).
         """
         self.counters.resets += 1
         self._promotions.clear()
@@ -347,11 +350,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._policy.clear()
         self._retention.clear()
         self._scans.clear()
-        for request in self._requests.values():
-            request.open_work = 0
-            request.no_room = None
-        for request in list(self._closing.values()):
-            self._book.close(request)
+        self._book.reset()
+        if forgets_copies:
+            self._stores.copies.set_aside()
+            self._loads.copies.set_aside()
         if self._events is not None:
             self._events.clear()
             self._desk.mirrors_cleared()

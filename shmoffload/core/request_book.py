@@ -99,6 +99,14 @@ class RequestBook:
                 self._desk.incomplete(idx, request.ctx, missing)
         self._desk.finish(request.ctx)
 
+    def reset(self) -> None:
+        """Hear that nothing is open any more: finished requests end, others go on."""
+        for request in self.live.values():
+            request.open_work = 0
+            request.no_room = None
+        for request in list(self.closing.values()):
+            self.close(request)
+
     def _read(
         self, ctx: ReqContext
     ) -> tuple[RequestPolicy | None, RequestAnswer | None]:

@@ -148,14 +148,21 @@ class PreparedStore:
 class CopyTable:
     """Blocks under open GPU copies, by request and key.
 
-    A pair can be open twice only across a reset, so the older one is answered
-    first: the copy engine works in order.
+    A pair can be open twice only across a reset. The older one is answered first,
+    since the copy engine works in order, or never, and then it is set aside.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, dict[OffloadKey, Block]] = {}
         # What was opened while an older copy of the pair was; oldest first.
         self._again: dict[tuple[str, OffloadKey], list[Block]] = {}
+        self._aside: list[Block] = []
+
+    def set_aside(self) -> None:
+        """Match no later answer with what is open now; all of it is quarantined."""
+        self._aside = list(self)
+        self._open.clear()
+        self._again.clear()
 
     def add(self, req_id: str, blocks: Iterable[Block]) -> None:
         """Note that copies of ``blocks`` are open."""
@@ -196,6 +203,9 @@ class CopyTable:
 
     def release_quarantined(self, table: SlotTable) -> None:
         """Forget copies from before a reset; none of them runs any more."""
+        for block in self._aside:
+            table.unpin(block)
+        self._aside.clear()
         for req_id, of_request in list(self._open.items()):
             for key in list(of_request):
                 blocks = [of_request.pop(key), *self._again.pop((req_id, key), ())]
@@ -212,3 +222,4 @@ class CopyTable:
             yield from of_request.values()
         for later in self._again.values():
             yield from later
+        yield from self._aside

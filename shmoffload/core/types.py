@@ -45,6 +45,10 @@ def make_offload_key(content_hash: bytes, group_idx: int = 0) -> OffloadKey:
     return OffloadKey(key)
 
 
+class NotReadableError(KeyError):
+    """A load of a block that was not answered HIT in this step: the caller's bug."""
+
+
 class LookupResult(enum.Enum):
     """Answer to "is this block here?" (vLLM since 0.25, #46363)."""
 

@@ -19,7 +19,11 @@ from shmoffload.core.interfaces import OffloadingManager
 from shmoffload.core.mailbox import MailboxTier
 from shmoffload.core.manager import TieringOffloadingManager
 from shmoffload.core.slots import FROM_STORE
-from shmoffload.core.types import LookupResult, RequestOffloadingContext
+from shmoffload.core.types import (
+    LookupResult,
+    NotReadableError,
+    RequestOffloadingContext,
+)
 from shmoffload.engine.core_settings import core_settings
 from shmoffload.engine.gauges import Gauges
 from shmoffload.engine.guard import Guard
@@ -59,7 +63,8 @@ class Engine(Guard, OffloadingManager):
     ``prepare_store`` gave slots.
 
     Nothing of ours raises into a step. The one exception is a caller's bug:
-    ``prepare_load`` of a key that was not answered HIT in this step is a KeyError.
+    ``prepare_load`` of a key that was not answered HIT in this step is a
+    NotReadableError.
     Should the core itself fail, the engine says so once and from then on answers
     MISS to everything (``is_broken``).
 
@@ -91,7 +96,9 @@ class Engine(Guard, OffloadingManager):
         with contextlib.ExitStack() as undo:
             self.page = SessionPage.open_or_create(config)
             undo.callback(self._remove_page)
-            self.region = PrimaryRegion.open(config)
+            self.region = PrimaryRegion.open(
+                config, timeout_s=config.limits.start_timeout_s
+            )
             undo.callback(self._remove_region)
             self.region.own()
             self._owns_session = True
@@ -207,11 +214,11 @@ class Engine(Guard, OffloadingManager):
         try:
             if not self.is_broken:
                 return self.manager.prepare_load(keys, ctx)
-        except KeyError:  # the caller's bug
+        except NotReadableError:  # the caller's bug
             raise
         except Exception:  # noqa: BLE001  (reported by _break)
             self._break("prepare_load")
-        raise KeyError("the engine is off: nothing is readable")
+        raise NotReadableError("the engine is off: nothing is readable")
 
     def slots_of(self, keys: Iterable[OffloadKey]) -> SlotArray:
         """Return the slots of readable blocks without pinning them.
@@ -253,9 +260,9 @@ class Engine(Guard, OffloadingManager):
         """See ``OffloadingManager.has_pending_work``."""
         return bool(self._try(self.manager.has_pending_work))
 
-    def reset_cache(self) -> None:
-        """See ``OffloadingManager.reset_cache``."""
-        self._try(self.manager.reset_cache)
+    def reset_cache(self, *, forgets_copies: bool = False) -> None:
+        """See ``TieringOffloadingManager.reset_cache``."""
+        self._try(self.manager.reset_cache, forgets_copies=forgets_copies)
 
     def on_reset_flushed(self) -> None:
         """Say that no GPU copy of before ``reset_cache`` runs any more."""

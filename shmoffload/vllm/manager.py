@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         OffloadingConnectorStats,
     )
 
+    from shmoffload.core.events import OffloadingEvent
     from shmoffload.core.types import OffloadKey, SlotArray
     from shmoffload.engine.handle import Engine
     from shmoffload.vllm.setup.settings import Settings
@@ -91,7 +92,8 @@ class ShmOffloadingManager(vllm_base.OffloadingManager):
         self._tiers = events.describe_tiers(settings)
         self._metrics = metrics.Metrics(engine, settings)
         self._config_info = metrics.config_info(settings)
-        self._stale = StaleOffers()
+        self._gone: list[OffloadingEvent] = []
+        self._stale = StaleOffers(may_have_window=settings.may_have_window)
         self._is_shut = False
         self._is_step_over = True
         self._has_events = settings.has_events
@@ -173,6 +175,7 @@ class ShmOffloadingManager(vllm_base.OffloadingManager):
     ) -> None:
         """Take back the pins of one ``prepare_load``."""
         try:
+            self._pass_fence()
             self._engine.complete_load(keys, req_context)
         except Exception:  # noqa: BLE001  (reported by _failed)
             self._failed("complete_load")
@@ -212,6 +215,7 @@ class ShmOffloadingManager(vllm_base.OffloadingManager):
     ) -> None:
         """End one ``prepare_store``; the blocks cascade, at once."""
         try:
+            self._pass_fence()
             self._engine.complete_store(keys, req_context, success)
             self._engine.flush()
         except Exception:  # noqa: BLE001  (reported by _failed)
@@ -277,7 +281,8 @@ class ShmOffloadingManager(vllm_base.OffloadingManager):
         if not self._has_events:
             return ()
         try:
-            return events.to_vllm(self._engine.take_events(), self._tiers)
+            gone, self._gone = self._gone, []
+            return events.to_vllm([*gone, *self._engine.take_events()], self._tiers)
         except Exception:  # noqa: BLE001  (reported by _failed)
             self._failed("take_events")
         return ()
@@ -294,7 +299,10 @@ class ShmOffloadingManager(vllm_base.OffloadingManager):
         try:
             self._sources.clear()
             self._stale.reset()
-            self._engine.reset_cache()
+            if self._has_events:
+                self._gone += events.all_gone(self._engine.manager.table)
+            # vLLM forgets its transfers as well: none of them is completed to us.
+            self._engine.reset_cache(forgets_copies=True)
             self._fence.hold()
             self._metrics.is_fence_held = True
             self._engine.flush()

@@ -10,6 +10,7 @@ for names. Importing it imports vllm.
 from __future__ import annotations
 
 import logging
+import platform
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,16 +55,28 @@ def warn_if_untested(version: str | None = None) -> None:
 
 
 def engine_text() -> str:
-    """Name what lays out the bytes of a block: release and device, ``"0.32 cpu"``.
+    """Name what lays out the bytes of a block, such as ``"0.32 cpu x86_64 amx"``.
 
-    vLLM may change the order of a page's bytes with a release, and its CPU kernels
-    have one of their own. A patch release keeps it.
+    vLLM may change the order of a page's bytes with a release (a patch release keeps
+    it), and its CPU kernels take another where the processor has AMX.
     """
     from vllm.platforms import current_platform
 
     release = release_of(vllm.__version__)
     number = ".".join(map(str, release)) if release else vllm.__version__
-    return f"{number} {current_platform.device_type}"
+    # ROCm says "cuda" as its device as well.
+    words = [number, current_platform.device_name or current_platform.device_type]
+    if current_platform.device_type == "cpu":
+        words += [platform.machine(), "amx" if _has_amx() else "vec"]
+    return " ".join(words)
+
+
+def _has_amx() -> bool:
+    """Say whether torch may use AMX tiles here, which is what vLLM goes by."""
+    import torch
+
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(has_amx is not None and has_amx())
 
 
 def share_log_handlers() -> None:
@@ -147,13 +160,43 @@ def refuse_partial_windows(config: OffloadingConfig) -> None:
         )
 
 
+def refuse_uneven_stages(config: OffloadingConfig, part_bytes: int) -> None:
+    """Refuse pipeline stages whose parts of a block differ in size.
+
+    Each rank makes the geometry of the region from its own part. A collective call
+    where there are stages: call it in every GPU worker of the engine.
+
+    Raises:
+        BadInputError: they differ.
+    """
+    num_stages = config.parallel.pp_size
+    if num_stages == 1:
+        return
+    import torch
+
+    group = _all_ranks()
+    parts: list[int] = [0] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(parts, part_bytes, group=group)
+    if len(set(parts)) > 1:
+        raise BadInputError(
+            f"the {num_stages} pipeline stages have blocks of {min(parts)} to "
+            f"{max(parts)} bytes, and a slot has equal parts for all: take a "
+            f"--pipeline-parallel-size that divides the layers, or tensor parallel"
+        )
+
+
 def _is_one_node() -> bool:
     """Ask all ranks of this engine whether they share memory; a collective call."""
     from vllm.distributed import parallel_state
 
-    group: Any
+    return all(parallel_state.in_the_same_node_as(_all_ranks(), source_rank=0))
+
+
+def _all_ranks() -> Any:  # noqa: ANN401  (a ProcessGroup; torch is not imported here)
+    """Return the group of this engine's ranks that talks without a GPU."""
+    from vllm.distributed import parallel_state
+
     try:
-        group = parallel_state.get_inner_dp_world_group()
+        return parallel_state.get_inner_dp_world_group().cpu_group
     except AssertionError:  # vLLM makes it only where replicas share a world
-        group = parallel_state.get_world_group()
-    return all(parallel_state.in_the_same_node_as(group.cpu_group, source_rank=0))
+        return parallel_state.get_world_group().cpu_group

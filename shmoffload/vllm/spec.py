@@ -13,15 +13,19 @@ methods only. Importing and constructing start nothing and make no name.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from shmoffload.errors import ShmoffloadError
 from shmoffload.vllm import release
-from shmoffload.vllm.setup.settings import Settings, read_settings
+from shmoffload.vllm.setup.settings import Settings, in_vllm_words, read_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.v1.kv_offload.base import (
         CanonicalKVCaches,
         OffloadingManager,
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
         OffloadingWorker,
     )
     from vllm.v1.kv_offload.config import OffloadingConfig
+
+    from shmoffload.wire.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +89,10 @@ class ShmOffloadingSpec(OffloadingSpec):
             release.warn_if_untested()
             for note in self.settings.notes:
                 log.warning("%s", note)
-            engine = Engine(self.settings.config, events=self.settings.has_events)
+            config = self.settings.config
+            with _vllm_words():
+                engine = Engine(config, events=self.settings.has_events)
+            _say_what_runs(config)
             try:
                 self._manager = ShmOffloadingManager(engine, self.settings)
             except BaseException:
@@ -95,8 +104,9 @@ class ShmOffloadingSpec(OffloadingSpec):
         """Make or join the region and copy to it, from the first call on.
 
         Raises:
-            ShmoffloadError: memory, GPU workers on several nodes, or blocks that this
-                vLLM stores in part; nothing of this process is left open.
+            ShmoffloadError: memory, GPU workers on several nodes, uneven stages, or
+                blocks that this vLLM stores in part; nothing of this process is left
+                open.
         """
         if self._worker is None:
             from shmoffload.vllm.copies.worker import make_worker
@@ -105,11 +115,38 @@ class ShmOffloadingSpec(OffloadingSpec):
 
             release.refuse_several_nodes(self.settings.num_ranks)
             release.refuse_partial_windows(self.config)
-            region = PrimaryRegion.open(self.settings.config)
+            release.refuse_uneven_stages(self.config, self.settings.part_bytes)
+            config = self.settings.config
+            with _vllm_words():
+                region = PrimaryRegion.open(
+                    config, timeout_s=config.limits.start_timeout_s
+                )
             try:
                 self._worker = make_worker(kv_caches, region, self.settings)
             except BaseException:
                 region.close()
-                sweep(self.settings.config.session.name)  # if nobody else has it
+                sweep(config.session.name)  # if nobody else has it
                 raise
         return self._worker
+
+
+@contextlib.contextmanager
+def _vllm_words() -> Iterator[None]:
+    """Let a refusal name its keys as one types them under vLLM."""
+    try:
+        yield
+    except ShmoffloadError as error:
+        raise type(error)(in_vllm_words(str(error))) from error
+
+
+def _say_what_runs(config: Config) -> None:
+    tiers = ", ".join(f"{tier.name} ({tier.type})" for tier in config.tier)
+    log.info(
+        'session "%s": %d blocks of %d bytes in memory, tiers %s, namespace %s; see '
+        "`shmoffload status`",
+        config.session.name,
+        config.num_slots,
+        config.block_bytes,
+        tiers or "none",
+        config.namespace_digest.hex()[:8],
+    )

@@ -31,7 +31,9 @@ class StaleOffers:
     Bounded: it knows requests between their first step and their last word only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_have_window: bool) -> None:
+        """Distrust nobody where no group has a window."""
+        self._may_have_window = may_have_window
         self._known: set[str] = set()
         self._stale: set[str] = set()
 
@@ -46,7 +48,8 @@ class StaleOffers:
 
     def reset(self) -> None:
         """Distrust what every request that has run will offer."""
-        self._stale.update(self._known)
+        if self._may_have_window:
+            self._stale.update(self._known)
 
     def restart(self, req_ids: Iterable[str]) -> None:
         """Trust preempted requests again: they get new GPU blocks."""

@@ -106,7 +106,12 @@ class ShmTier(SecondaryTierManager):
         self.locality = Locality(tier.locality or "LOCAL")
         if Medium(medium) is not self.medium:
             self._be_in_host_memory()
-        self._jobs = RowJobs(Engine(config), primary_kv_view)
+        engine = Engine(config)
+        try:
+            self._jobs = RowJobs(engine, primary_kv_view)
+        except BaseException:
+            engine.close()
+            raise
 
     def _be_in_host_memory(self) -> None:
         """Say so to filters and to the figures of where hits came from."""
@@ -186,7 +191,11 @@ class ShmTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Touch vLLM's memory no more, and end the worker. Waits, bounded."""
-        self._jobs.close()
+        try:
+            self._jobs.close()
+        except Exception:
+            # Not by ``_try``, which would end jobs once more with what just failed.
+            log.critical("ShmTier failed at its shutdown", exc_info=True)
 
     def _try(
         self, call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs

@@ -42,6 +42,8 @@ OWNED: Final = 2
 PROBE_S: Final = 0.5
 """For so long a lock in the way may be somebody who only looks."""
 _CREATE_S_PER_GIB: Final = 0.5
+_OWNER_PATIENCE_S: Final = 3.0
+"""So long a dead engine's GPU workers get to go; then the region loses its name."""
 
 
 class Geometry(NamedTuple):
@@ -103,9 +105,11 @@ class Joining:
         self._session = session
         self._name = names.region_name(session)
         self._want = want
-        self._patience_s = timeout_s + want.file_bytes / 2**30 * _CREATE_S_PER_GIB
+        create_s = want.file_bytes / 2**30 * _CREATE_S_PER_GIB
         self._probed_at = time.monotonic() + PROBE_S
-        self._deadline = time.monotonic() + self._patience_s
+        self._deadline = time.monotonic() + timeout_s + create_s
+        self._owner_patience_s = min(timeout_s, _OWNER_PATIENCE_S) + create_s
+        self._owner_deadline = time.monotonic() + self._owner_patience_s
 
     def join(self) -> int:
         """Return a descriptor of the finished region, under LOCK_SH."""
@@ -169,9 +173,10 @@ class Joining:
         if names.is_held(names.owner_name(self._session), exclusively=True):
             if time.monotonic() > self._probed_at:
                 raise in_use(self._session)
-        elif time.monotonic() > self._deadline:
+        elif time.monotonic() > self._owner_deadline:
             names.unlink_same(self._name, fd)
-            self._deadline = time.monotonic() + self._patience_s
+            self._owner_deadline = time.monotonic() + self._owner_patience_s
+            self._deadline = max(self._deadline, self._owner_deadline)
 
     def _fail_at_deadline(self) -> None:
         if time.monotonic() > self._deadline:

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from shmoffload.testing.poll import wait_until
-from shmoffload.vllm.staging.row_copier import Copies, RowCopier
+from shmoffload.vllm.staging.row_copier import RowCopier, RowCopies
 
 ROW = 4096
 
@@ -26,7 +26,7 @@ class World:
         return memoryview(self.slots[slot])
 
     def copy(self, rows, slots, *, to_rows, job="job"):
-        self.copier.submit(Copies(job, [b"k"] * len(rows), rows, slots, to_rows))
+        self.copier.submit(RowCopies(job, [b"k"] * len(rows), rows, slots, to_rows))
 
     def done(self):
         assert self.copier.wait_idle(10)

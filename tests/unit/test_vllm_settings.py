@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from shmoffload.errors import BadInputError, ConfigError
-from shmoffload.vllm.setup.settings import read_settings, tier_labels
+from shmoffload.vllm.setup.settings import read_settings
 from shmoffload.wire.config import decode, encode
 from shmoffload.wire.layout import stride_of
 from shmoffload.wire.region import MAX_RANKS
@@ -399,24 +399,6 @@ class TestRefusals:
             read({})
 
 
-class TestTierLabels:
-    @pytest.mark.parametrize(
-        ("extra", "labels"),
-        [
-            ({}, []),
-            ({"secondary_tiers": None}, []),
-            ({"secondary_tiers": "fs"}, []),
-            (with_bytes(secondary_tiers=[{"type": "slab"}, FS]), ["1:slab", "2:fs"]),
-            (
-                with_bytes(secondary_tiers=[{}, 7, FS]),
-                ["1:unknown", "2:unknown", "3:fs"],
-            ),
-        ],
-    )
-    def test_labels_are_vllms_and_never_raise(self, extra, labels):
-        assert tier_labels(extra) == labels
-
-
 def test_the_example_of_the_documentation_is_read():
     import shmoffload.vllm.setup.settings as module
 
@@ -439,6 +421,15 @@ class TestHoles:
         for each in mended:
             each.sliding_window_size_in_chunks = None
         assert read(groups=tuple(mended), blocks_per_chunk=2).blocks_per_chunk == 2
+
+    def test_a_window_is_possible_until_vllm_says_no(self):
+        mended = group()
+        mended.sliding_window_size_in_chunks = None
+        window = group()
+        window.sliding_window_size_in_chunks = 4
+        assert read().may_have_window
+        assert not read(groups=(mended,)).may_have_window
+        assert read(groups=(mended, window)).may_have_window
 
     def test_not_blocks_of_one_gpu_block(self):
         assert read(groups=(group(), group())).blocks_per_chunk == 1

@@ -4,7 +4,7 @@ from shmoffload.vllm.stale_offers import StaleOffers
 
 
 def test_only_requests_that_had_run_at_the_reset_are_stale():
-    offers = StaleOffers()
+    offers = StaleOffers(may_have_window=True)
     offers.began(["old"])
     offers.reset()
     offers.began(["new"])
@@ -13,7 +13,7 @@ def test_only_requests_that_had_run_at_the_reset_are_stale():
 
 
 def test_a_preempted_request_starts_again():
-    offers = StaleOffers()
+    offers = StaleOffers(may_have_window=True)
     offers.began(["a", "b"])
     offers.reset()
     offers.restart({"a"})
@@ -24,7 +24,7 @@ def test_a_preempted_request_starts_again():
 
 
 def test_a_finished_request_is_forgotten():
-    offers = StaleOffers()
+    offers = StaleOffers(may_have_window=True)
     offers.began(["a"])
     offers.reset()
     offers.forget("a")
@@ -32,3 +32,10 @@ def test_a_finished_request_is_forgotten():
     offers.reset()
     assert not offers.are_of("a")
     offers.forget("never seen")
+
+
+def test_without_a_window_nobody_gives_blocks_back():
+    offers = StaleOffers(may_have_window=False)
+    offers.began(["a"])
+    offers.reset()
+    assert not offers.are_of("a")

@@ -17,6 +17,10 @@ from sched_options import HAS_SYNC_LOADS, Options, total
 from sched_traffic import run_seed
 
 NUM_SEEDS = int(os.environ.get("SHMOFFLOAD_LOOP_SEEDS") or 6)
+NUM_VARIANT_SEEDS = max(3, NUM_SEEDS // 2)
+"""Of a loop with the copier of GPUs, or with two ranks."""
+CUDA = {"is_cuda": True, "sync_load_bytes": (1 << 16) * HAS_SYNC_LOADS}
+"""Copies as of a GPU, and 0.33's expedited loads in every seed."""
 TIMEOUT_S = max(120, 8 * NUM_SEEDS)
 NUM_REQUESTS = 80
 MAX_TRIES = 4
@@ -42,6 +46,17 @@ CONTROLS = {
         "max_delay": 12,
         "reset_share": 0.3,
         "tiers": ("memory",),
+    },
+    "early ends": _CONTROL
+    | {"num_slots": 48, "num_gpu_blocks": 36, "max_delay": 12, "is_cuda": True},
+    "fence of rank 0": _CONTROL
+    | {
+        "num_slots": 48,
+        "num_gpu_blocks": 60,
+        "max_delay": 0,
+        "reset_share": 0.3,
+        "tiers": ("memory",),
+        "num_ranks": 2,
     },
     "stale offers": _CONTROL
     | {
@@ -76,14 +91,30 @@ def seeds(path, *, first=0, num_requests=NUM_REQUESTS, plant=None, **words):
         )
 
 
-def run_seeds(path, *, is_reset_running, is_grouped=False, num_seeds=NUM_SEEDS):
+def run_seeds(
+    path, *, is_reset_running, is_grouped=False, num_seeds=NUM_SEEDS, **words
+):
     """Run seeds until ``num_seeds`` have run to their end; return all reports."""
     reports, num_ended = [], 0
-    for report in seeds(path, is_reset_running=is_reset_running, is_grouped=is_grouped):
+    words |= {"is_reset_running": is_reset_running, "is_grouped": is_grouped}
+    for report in seeds(path, **words):
         reports.append(report)
         num_ended += report.has_ended
         if num_ended == num_seeds or len(reports) == MAX_TRIES * num_seeds:
             return reports
+
+
+def check_variant(path, *, is_reset_running=False, is_grouped=False, **words):
+    """Run ``NUM_VARIANT_SEEDS`` seeds with options ``words``, and check them."""
+    reports = run_seeds(
+        path,
+        is_reset_running=is_reset_running,
+        is_grouped=is_grouped,
+        num_seeds=NUM_VARIANT_SEEDS,
+        **words,
+    )
+    check(reports, num_seeds=NUM_VARIANT_SEEDS)
+    check_vllm_faults(reports)
 
 
 def first_wrong(path, control, *, plant=None):
@@ -98,12 +129,12 @@ def first_wrong(path, control, *, plant=None):
     return None
 
 
-def check(reports):
+def check(reports, *, num_seeds=NUM_SEEDS):
     """Assert that nothing was wrong, and that enough happened to say so."""
     bad = [report for report in reports if not report.is_good]
     assert not bad, f"{len(bad)} of {len(reports)} seeds; the first: {bad[0]}"
     sums = total(reports)
-    assert sums["num_ended"] >= NUM_SEEDS, sums
+    assert sums["num_ended"] >= num_seeds, sums
     ended = [report for report in reports if report.has_ended]
     assert sum(bool(report.hits) for report in ended) * 10 >= 7 * len(ended), sums
     for name in (

@@ -8,8 +8,8 @@ Who calls it: ``sched_loop``.
 
 The value at a position depends on all tokens up to it, on the layer and on the
 plane, so a block of another prompt, another place, another layer or another time
-cannot pass. The next token is computed from what was read, not from what should
-have been there: a wrong byte changes the text as well.
+cannot pass; nor can another rank's. The next token is computed from what was read,
+not from what should have been there: a wrong byte changes the text as well.
 """
 
 import zlib
@@ -29,6 +29,7 @@ BLOCK_TOKENS = 16
 VOCABULARY = 250
 _FIRST = 12345
 _WORD_BYTES = 8
+_RANK_SHIFT = 50
 
 
 def next_hash(before, token):
@@ -91,7 +92,7 @@ GPU block belongs to one group at a time. The side group's pages are padded."""
 
 
 class FakeKv:
-    """KV tensors of all layers, and the forward pass over them.
+    """KV tensors of all layers of one rank, and the forward pass over them.
 
     Attributes:
         config: vLLM's description of the caches.
@@ -100,8 +101,9 @@ class FakeKv:
         faults: the first of them, one line each.
     """
 
-    def __init__(self, groups, num_blocks):
+    def __init__(self, groups, num_blocks, rank=0):
         self.groups = groups
+        self._of_rank = rank << _RANK_SHIFT
         page = page_bytes()
         num_rows = max(len(group.layers) for group in groups)
         size = page * num_rows * num_blocks
@@ -153,7 +155,7 @@ class FakeKv:
             new = start - first
             for number, view in enumerate(views, start=1):
                 for plane in range(group.planes):
-                    want = true[first:] * number ^ -plane
+                    want = true[first:] * number ^ -plane ^ self._of_rank
                     view[block[new:], plane, place[new:]] = want[new:]
                     got = view[block, plane, place]
                     if not np.array_equal(got, want):

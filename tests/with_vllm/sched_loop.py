@@ -22,10 +22,12 @@ from vllm.config import (
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
@@ -54,9 +56,9 @@ _LLAMA = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 3,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
     "vocab_size": 512,
     "max_position_embeddings": MAX_TOKENS,
     "rms_norm_eps": 1e-5,
@@ -72,8 +74,8 @@ def make_model_dir(path):
     return path
 
 
-def vllm_config(model_dir, extra_config, num_blocks):
-    """Return vLLM's configuration with our spec in it."""
+def vllm_config(model_dir, extra_config, num_blocks, num_ranks=1, rank=0):
+    """Return vLLM's configuration with our spec in it, as one rank has it."""
     cache = CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
     cache.kv_cache_layout = "LBNHC"
     cache.num_gpu_blocks = num_blocks
@@ -95,17 +97,76 @@ def vllm_config(model_dir, extra_config, num_blocks):
             kv_connector_extra_config=extra_config,
         ),
         device_config=DeviceConfig("cpu"),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=num_ranks,
+            distributed_executor_backend="mp" if num_ranks > 1 else None,
+        ),
         attention_config=AttentionConfig(backend=None),
     )
     config.scheduler_config.async_scheduling = False
+    config.parallel_config.rank = rank
     return config
 
 
+class _GpuWorker:
+    """One rank: its KV and vLLM's connector over it; a step as the model runner's.
+
+    Args:
+        config: vLLM's, with the rank.
+        kv: of this rank.
+        wrap_worker: called with our worker; returns what the connector uses.
+    """
+
+    def __init__(self, config, kv, wrap_worker):
+        self.kv = kv
+        self._context = ForwardContext(
+            no_compile_layers={}, attn_metadata={}, slot_mapping={}
+        )
+        self._connector = OffloadingConnector(config, KVConnectorRole.WORKER, kv.config)
+        with set_current_vllm_config(config):
+            self._connector.register_kv_caches(kv.caches)
+        if wrap_worker is not None:
+            half = self._connector.connector_worker
+            half.worker = wrap_worker(half.worker, config.parallel_config.rank)
+
+    def step(self, output, forward):
+        """Run a step; ``forward(kv)`` returns request ids and their tokens."""
+        connector, meta = self._connector, output.kv_connector_metadata
+        connector.handle_preemptions(meta)
+        connector.bind_connector_metadata(meta)
+        is_sync = getattr(output, "has_sync_kv_loads", False)
+        if is_sync:
+            connector.start_load_kv(self._context)
+        ids, sampled = forward(self.kv)
+        if not is_sync:
+            connector.start_load_kv(self._context)
+        connector.wait_for_save()
+        sent, received = connector.get_finished(output.finished_req_ids)
+        worker_meta = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=None,
+            kv_connector_output=KVConnectorOutput(
+                finished_sending=sent,
+                finished_recving=received,
+                kv_connector_worker_meta=worker_meta,
+            ),
+        )
+
+    def shutdown(self):
+        self._connector.shutdown()
+
+
 class SchedLoop:
-    """One engine: scheduler, connector, GPU worker, fake model.
+    """One engine: scheduler, connector, GPU workers in lockstep, fake model.
 
     Attributes:
-        kv: the fake model and what it found wrong.
+        kv: the fake model of rank 0 and what it found wrong.
         said: request id -> tokens so far.
         hits: loaded prompt tokens by source, as vLLM's own statistics count them.
         num_preempted: by want of GPU blocks; resets preempt too and do not count.
@@ -116,41 +177,59 @@ class SchedLoop:
             to be ended: in a real server it is busy, and may hear late.
     """
 
-    def __init__(self, model_dir, extra_config, groups, num_blocks, wrap_worker=None):
-        self.kv = FakeKv(groups, num_blocks)
-        self._vllm_config = vllm_config(model_dir, extra_config, num_blocks)
+    def __init__(
+        self,
+        model_dir,
+        extra_config,
+        groups,
+        num_blocks,
+        wrap_worker=None,
+        num_ranks=1,
+    ):
+        configs = [
+            vllm_config(model_dir, extra_config, num_blocks, num_ranks, rank)
+            for rank in range(num_ranks)
+        ]
+        kvs = [FakeKv(groups, num_blocks, rank) for rank in range(num_ranks)]
+        self.kv = kvs[0]
         init_none_hash(sha256)
-        sizes = resolve_kv_cache_block_sizes(self.kv.config, self._vllm_config)
+        sizes = resolve_kv_cache_block_sizes(self.kv.config, configs[0])
         self._hasher = get_request_block_hasher(sizes[1], sha256)
-        self._context = ForwardContext(
-            no_compile_layers={}, attn_metadata={}, slot_mapping={}
-        )
         self.said, self.hits = {}, Counter()
         self.num_preempted = self.num_steps = self._num_requests = 0
         self._num_reset = self.num_sync_steps = 0
         self.is_after_reset = False
         self.before_flush = lambda: None
+        self._workers = []
         with contextlib.ExitStack() as undo:
             # GPU workers come first, as in a server.
-            self._gpu = OffloadingConnector(
-                self._vllm_config, KVConnectorRole.WORKER, self.kv.config
-            )
-            with set_current_vllm_config(self._vllm_config):
-                self._gpu.register_kv_caches(self.kv.caches)
-            undo.callback(self._gpu.shutdown)
-            if wrap_worker is not None:
-                half = self._gpu.connector_worker
-                half.worker = wrap_worker(half.worker)
+            for config, kv in zip(configs, kvs, strict=True):
+                worker = _GpuWorker(config, kv, wrap_worker)
+                undo.callback(worker.shutdown)
+                self._workers.append(worker)
             self.scheduler = Scheduler(
-                vllm_config=self._vllm_config,
+                vllm_config=configs[0],
                 kv_cache_config=self.kv.config,
                 log_stats=True,
-                structured_output_manager=StructuredOutputManager(self._vllm_config),
+                structured_output_manager=StructuredOutputManager(configs[0]),
                 block_size=sizes[0],
                 hash_block_size=sizes[1],
             )
             undo.callback(self.scheduler.shutdown)
+            self._merged = KVOutputAggregator.from_connector(
+                self.scheduler.connector, num_ranks
+            )
             self._undo = undo.pop_all()
+
+    @property
+    def num_mismatches(self):
+        """Reads of wrong bytes, of all ranks."""
+        return sum(worker.kv.num_mismatches for worker in self._workers)
+
+    @property
+    def faults(self):
+        """The first of them, one line each."""
+        return [fault for worker in self._workers for fault in worker.kv.faults]
 
     @property
     def manager(self):
@@ -215,37 +294,17 @@ class SchedLoop:
         if self.is_after_reset and meta.jobs_to_flush:
             self.before_flush()
         self.is_after_reset = False
-        self._gpu.handle_preemptions(meta)
-        self._gpu.bind_connector_metadata(meta)
-        is_sync = getattr(output, "has_sync_kv_loads", False)
-        if is_sync:
-            self.num_sync_steps += 1
-            self._gpu.start_load_kv(self._context)
-        ids, sampled = self._forward(output)
-        if not is_sync:
-            self._gpu.start_load_kv(self._context)
-        self._gpu.wait_for_save()
-        sent, received = self._gpu.get_finished(output.finished_req_ids)
-        worker_meta = self._gpu.build_connector_worker_meta()
-        self._gpu.clear_connector_metadata()
-        runner_output = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
-            sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=None,
-            kv_connector_output=KVConnectorOutput(
-                finished_sending=sent,
-                finished_recving=received,
-                kv_connector_worker_meta=worker_meta,
-            ),
-        )
-        self._note(self.scheduler.update_from_output(output, runner_output))
-        if not ids:
+        self.num_sync_steps += getattr(output, "has_sync_kv_loads", False)
+        outputs = [
+            worker.step(output, lambda kv: self._forward(output, kv))
+            for worker in self._workers
+        ]
+        merged = self._merged.aggregate(outputs)
+        self._note(self.scheduler.update_from_output(output, merged))
+        if not merged.req_ids:
             time.sleep(_IDLE_STEP_S)
 
-    def _forward(self, output):
+    def _forward(self, output, kv):
         starts = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -254,7 +313,7 @@ class SchedLoop:
             tokens = self.scheduler.requests[req_id].all_token_ids
             start = starts[req_id]
             blocks = self.scheduler.kv_cache_manager.get_block_ids(req_id)
-            token = self.kv.forward(req_id, tokens, start, num_new, blocks)
+            token = kv.forward(req_id, tokens, start, num_new, blocks)
             ids.append(req_id)
             sampled.append([token] if start + num_new >= len(tokens) else [])
         return ids, sampled

@@ -46,6 +46,9 @@ class Options:
     num_requests: int
     num_request_level: int
     reset_share: float
+    is_cuda: bool = False
+    """Copies as of a GPU (``sched_cuda``)."""
+    num_ranks: int = 1
 
     @classmethod
     def draw(cls, seed, *, is_reset_running, is_grouped, num_requests, **fixed):
@@ -83,6 +86,7 @@ class Options:
         """Return what a user writes into ``kv_connector_extra_config``."""
         num_rows = max(len(group.layers) for group in self.groups)
         payload = sched_kv.page_bytes() * num_rows * self.blocks_per_chunk
+        payload *= self.num_ranks
         extra = {
             "spec_name": "ShmOffloadingSpec",
             "spec_module_path": "shmoffload.vllm.spec",

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import sched_kv
 import vllm
+from sched_cuda import use_cuda_copier
 from sched_late import LateWorker
 from sched_loop import SchedLoop
 from sched_options import Report
@@ -34,6 +35,8 @@ MAX_STOPPED_S = 0.3
 BUSY_GPU_S = 0.02
 LULL_STEPS = 60
 NUM_TRUNKS = 5
+LATE_RANK_STEPS = 4
+"""Later than the rank before it."""
 _OURS = str(Path(shmoffload.__file__).parent)
 _THEIRS = str(Path(vllm.__file__).parent)
 
@@ -137,18 +140,26 @@ def run_seed(options, *, model_dir, work_dir, plant=None):
 def _run(options, report, model_dir, work_dir, plant):
     rng = random.Random(f"traffic {options.seed}")
 
-    def wrap(worker):
+    def wrap(worker, rank):
+        late = random.Random(f"late {options.seed}" + f" rank {rank}" * bool(rank))
+        max_delay = options.max_delay + LATE_RANK_STEPS * rank
+        if options.is_cuda:
+            use_cuda_copier(worker, worker._region, late, max_delay=max_delay)
         worker = plant(worker, lambda: loop.engine.region) if plant else worker
-        late = random.Random(f"late {options.seed}")
-        return LateWorker(
-            worker, late, max_delay=options.max_delay, is_fifo=options.is_fifo
-        )
+        if options.is_cuda:
+            return worker
+        return LateWorker(worker, late, max_delay=max_delay, is_fifo=options.is_fifo)
 
     session = new_session_name()
     extra = options.extra_config(work_dir, session)
     with contextlib.ExitStack() as undo:
         loop = SchedLoop(
-            model_dir, extra, options.groups, options.num_gpu_blocks, wrap_worker=wrap
+            model_dir,
+            extra,
+            options.groups,
+            options.num_gpu_blocks,
+            wrap_worker=wrap,
+            num_ranks=options.num_ranks,
         )
         undo.callback(loop.close)
         tiers = _Tiers(session, loop.engine.tiers, rng, report)
@@ -270,8 +281,8 @@ class _Traffic:
         report.num_steps = loop.num_steps
         report.num_sync_steps = loop.num_sync_steps
         report.num_preempted = loop.num_preempted
-        report.num_mismatches = loop.kv.num_mismatches
-        report.details += loop.kv.faults
+        report.num_mismatches = loop.num_mismatches
+        report.details += loop.faults
         report.hits = dict(loop.hits)
         for req_id, want in self._expected.items():
             said = loop.said[req_id]

@@ -226,6 +226,19 @@ def test_after_a_reset_the_tier_is_told_anew(small):
     assert not follower.where.get(PRIMARY)
 
 
+def test_a_reset_that_vllm_does_not_announce_removes_what_was_there(small):
+    """Its own reset fails under running requests, and then it announces nothing."""
+    started, follower = small
+    ctx, keys = started.request("a"), keys_of(0, 3)
+    follower.record(keys)
+    started.store(ctx, keys)
+    follower.await_in(PRIMARY, keys)
+    started.drop_primary()
+    follower.tracker.reset()
+    follower.await_in(PRIMARY, [])
+    follower.await_in(DISK, keys)
+
+
 def test_a_tier_may_stay_silent(session_name, tmp_path):
     """vLLM's tiers announce only if they are told to; so do ours."""
     settings = settings_of(session_name, [slab(tmp_path, name="disk")])

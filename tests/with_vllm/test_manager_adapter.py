@@ -226,6 +226,22 @@ def test_slots_under_a_copy_are_quarantined_until_its_ticket(bare):
     assert table.num_free == 31
 
 
+def test_a_copy_of_before_a_reset_is_not_taken_for_a_later_one(bare):
+    """vLLM completes the new one only: the old slot must not be freed for it."""
+    ctx, keys = bare.request("a"), keys_of(0, 1)
+    old = bare.manager.prepare_store(keys, ctx).store_spec
+    bare.manager.reset_cache()
+    new = bare.offer(ctx, keys).store_spec  # its ticket waits for the older one
+    assert new.block_ids != old.block_ids
+    bare.manager.complete_store(set(keys), ctx)
+    assert bare.scan(ctx, keys) == [HIT]
+    assert bare.engine.manager.table.num_quarantined == 1
+    bare.engine.manager.check_integrity()
+    bare.log.done(CopyKind.STORE, old.ticket)
+    bare.manager.on_schedule_end(END)
+    assert bare.engine.manager.table.num_quarantined == 0
+
+
 def test_slots_under_a_load_are_quarantined_until_its_ticket(bare):
     """The reverse direction: the GPU still reads them."""
     ctx, keys = bare.request("a"), keys_of(0, 2)
@@ -326,7 +342,8 @@ def test_every_guarded_method_is_counted_by_name():
     assert set(_CALLS) | {"prepare_load"} == set(METHODS)
 
 
-def test_a_load_after_the_core_failed_has_right_bytes(bare, monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, KeyError])
+def test_a_load_after_the_core_failed_has_right_bytes(bare, monkeypatch, error):
     """Between HIT and ``prepare_load`` there is no miss left to answer."""
     ctx, keys = bare.request("a"), keys_of(0, 3)
     bare.store(ctx, keys)
@@ -334,7 +351,7 @@ def test_a_load_after_the_core_failed_has_right_bytes(bare, monkeypatch):
     assert bare.scan(ctx, keys) == [HIT] * 3
 
     def fail(*args):
-        raise RuntimeError("planted")
+        raise error("planted")
 
     monkeypatch.setattr(bare.engine.manager, "prepare_load", fail)
     assert bare.manager.prepare_load(keys, ctx).block_ids.tolist() == slots.tolist()

@@ -10,6 +10,7 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch and vLLM warn while they are imported
     import loop_kit
+    from sched_cuda import TricklingDevice
     from sched_late import LosingWorker
 
     from shmoffload.vllm.copies.fence import ResetFence
@@ -32,6 +33,38 @@ def test_running_requests_are_reset(tmp_path):
     reports = loop_kit.run_seeds(tmp_path, is_reset_running=True)
     loop_kit.check(reports)
     loop_kit.check_vllm_faults(reports)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_copies_as_of_a_gpu_never_give_a_wrong_byte(tmp_path, num_ranks):
+    """vLLM's calls meet streams and events; bytes arrive bit by bit and late."""
+    loop_kit.check_variant(tmp_path, num_ranks=num_ranks, **loop_kit.CUDA)
+
+
+@pytest.mark.parametrize("is_reset_running", [False, True])
+def test_two_ranks_of_which_one_is_late(tmp_path, is_reset_running):
+    """Each has a part of every block; a slot is free when both have let go of it."""
+    loop_kit.check_variant(tmp_path, is_reset_running=is_reset_running, num_ranks=2)
+
+
+def test_planted_a_copy_that_is_reported_before_its_end_is_found(tmp_path, monkeypatch):
+    is_past = TricklingDevice.is_past
+    monkeypatch.setattr(
+        TricklingDevice, "is_past", lambda *args: is_past(*args) or True
+    )
+    monkeypatch.setattr(TricklingDevice, "time_between_s", lambda *args: 0.001)
+    assert loop_kit.first_wrong(tmp_path, "early ends")
+
+
+def test_planted_a_fence_that_asks_rank_0_alone_is_found(tmp_path, monkeypatch):
+    hold = ResetFence.hold
+
+    def hold_rank_0(fence):
+        hold(fence)
+        fence._behind = [behind for behind in fence._behind if not behind[0]]
+
+    monkeypatch.setattr(ResetFence, "hold", hold_rank_0)
+    assert loop_kit.first_wrong(tmp_path, "fence of rank 0")
 
 
 def test_planted_a_store_that_copies_nothing_is_found(tmp_path):

@@ -34,6 +34,10 @@ def test_running_requests_are_reset_with_three_groups(tmp_path):
     loop_kit.check_vllm_faults(reports)
 
 
+def test_copies_as_of_a_gpu_with_three_groups(tmp_path):
+    loop_kit.check_variant(tmp_path, is_grouped=True, num_ranks=2, **loop_kit.CUDA)
+
+
 def test_planted_stale_offers_are_stored_and_found(tmp_path, monkeypatch):
     """vLLM re-offers, after a reset, GPU blocks that a window has given back."""
     monkeypatch.setattr(StaleOffers, "are_of", lambda offers, req_id: False)

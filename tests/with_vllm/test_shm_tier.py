@@ -310,3 +310,35 @@ def test_a_memory_tier_says_that_it_is_memory(session_name):
         server.wait_resident(4)
         server.drop_primary()
         assert server.load(keys_of(0, 4)) == 4
+
+
+def test_a_failed_start_leaves_no_engine(session_name, tmp_path, monkeypatch):
+    class BrokenJobs:
+        def __init__(self, engine, view):
+            raise ValueError("a planted bug")
+
+    monkeypatch.setattr(VLLM.tier, "RowJobs", BrokenJobs)
+    with (
+        pytest.raises(ValueError, match="a planted bug"),
+        serving(session_name, **slab(tmp_path)),
+    ):
+        pass
+    # The fixtures look for the engine's memory and its processes.
+
+
+@pytest.mark.parametrize("where", ["_copier", "_engine"])
+def test_a_failing_shutdown_raises_nothing_and_ends_the_engine(
+    session_name, tmp_path, monkeypatch, caplog, where
+):
+    with serving(session_name, **slab(tmp_path)) as server:
+        server.store(keys_of(0, 4))
+        part = getattr(server.tier._jobs, where)
+        close = part.close
+
+        def broken(*args):
+            close(*args)
+            raise ValueError("a planted bug")
+
+        monkeypatch.setattr(part, "close", broken)
+        server.tier.shutdown()
+        assert "a planted bug" in caplog.text

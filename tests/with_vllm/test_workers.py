@@ -15,7 +15,6 @@ from vllm.v1.kv_offload.base import (
 )
 
 from shmoffload.errors import BadInputError, ConfigError
-from shmoffload.vllm.copies import cuda_device
 from shmoffload.vllm.copies.fence import CopyKind, ResetFence
 from shmoffload.vllm.copies.slots_spec import SlotsLoadStoreSpec
 from shmoffload.vllm.copies.worker import bytes_of_slots, make_worker
@@ -279,7 +278,3 @@ def test_the_spec_survives_vllms_way_to_its_workers():
     assert arrived.block_ids.tolist() == [5, 1, 9]
     assert arrived.ticket == 12
     assert repr(arrived) == "SlotsLoadStoreSpec([5, 1, 9], ticket=12)"
-
-
-def test_vllms_cpu_build_has_no_batched_copy():
-    assert cuda_device.batch_copy() is None

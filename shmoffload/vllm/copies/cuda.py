@@ -96,7 +96,7 @@ class CudaCopier:
         self._device = device
         self._pinning = pinning
         self._free_events: list[Event] = []
-        self._in_flight: dict[int, Event] = {}
+        self._end_of: dict[int, Event] = {}
         with _said("making CUDA streams"):
             self._stores = _Queue(device, self._free_events)
             self._loads = _Queue(device, self._free_events)
@@ -112,7 +112,7 @@ class CudaCopier:
         else:
             queue = self._expedited if is_expedited else self._loads
         with _said(f"queueing {_words_for(transfer)}"):
-            self._in_flight[transfer.job_id] = queue.submit(transfer)
+            self._end_of[transfer.job_id] = queue.submit(transfer)
 
     def take_finished(self) -> list[Finished]:
         """Return what has ended, in order within a queue; does not block."""
@@ -120,13 +120,13 @@ class CudaCopier:
         for queue in self._queues:
             finished += queue.take_finished()
         for each in finished:
-            del self._in_flight[each.job_id]
+            del self._end_of[each.job_id]
         return finished
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Block until exactly these have ended; they are still to be taken."""
         for job_id in job_ids:
-            event = self._in_flight.get(job_id)
+            event = self._end_of.get(job_id)
             if event is not None:
                 with _said(f"waiting for transfer {job_id}"):
                     self._device.wait(event)
@@ -143,7 +143,7 @@ class CudaCopier:
             except RuntimeError as error:
                 _log.warning("copies in flight ended with a CUDA error: %s", error)
                 is_quiet = False
-        self._in_flight.clear()
+        self._end_of.clear()
         self._free_events.clear()
         if self._pinning is not None:
             is_quiet &= self._pinning.close()

@@ -3,7 +3,7 @@
 Covers: torch.cuda behind the seam; batched copies where vLLM has them, else torch's.
 Does not cover: queues and order (``vllm.copies.cuda``).
 Who calls it: ``vllm.copies.worker`` makes one, ``vllm.copies.cuda`` uses it; the GPU
-worker's main thread. **Not run on a GPU yet**; ``TensorCopies`` is tested on the CPU.
+worker's main thread. **Not run on a GPU yet**: tests put stand-ins under both.
 
 Only the copy engines are used, never vLLM's Triton kernel: that one follows host
 pointers on the GPU, which is an illegal access in memory that is not pinned yet.
@@ -119,7 +119,7 @@ class TorchCudaDevice:
 
     def wait_for_compute(self, stream: Any) -> None:  # noqa: ANN401
         """See ``Device``."""
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream.wait_stream(self._cuda.current_stream(self.device))
 
     def record(self, event: Any, stream: Any) -> None:  # noqa: ANN401
         """See ``Device``."""
@@ -128,7 +128,7 @@ class TorchCudaDevice:
     def copy(self, copies: Copies, stream: Any, *, is_store: bool) -> None:  # noqa: ANN401
         """See ``Device``."""
         assert self._copy is not None, "a copy after close"
-        with torch.cuda.stream(stream):
+        with self._cuda.stream(stream):
             self._copy(copies, is_store)
 
     def is_past(self, event: Any) -> bool:  # noqa: ANN401

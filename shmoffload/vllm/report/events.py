@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm.v1.kv_offload import base as vllm_base
 
+from shmoffload.core.events import OffloadingEvent
+from shmoffload.core.slots import READY
 from shmoffload.engine.core_settings import core_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from shmoffload.core.events import OffloadingEvent
+    from shmoffload.core.slots import SlotTable
     from shmoffload.vllm.setup.settings import Settings
 
 
@@ -43,7 +45,6 @@ _FIELDS: Final = frozenset(
     field.name for field in dataclasses.fields(vllm_base.OffloadingEvent)
 )
 _HAS_METADATA_ONLY: Final = "metadata_only" in _FIELDS
-_PRIMARY: Final[dict[str, Any]] = {}
 
 
 class TierWords(NamedTuple):
@@ -80,6 +81,15 @@ def describe_tiers(settings: Settings) -> list[TierWords]:
             config.tier, traits, settings.tier_events, strict=True
         )
     ]
+
+
+def all_gone(table: SlotTable) -> list[OffloadingEvent]:
+    """Return what a reset of the primary drops, to be announced as removed.
+
+    vLLM announces a full clear only if its own reset succeeds; ours is done anyway.
+    """
+    keys = [block.key for block in table.blocks.values() if block.state == READY]
+    return [OffloadingEvent(keys, is_removed=True)] if keys else []
 
 
 def to_vllm(found: Iterable[OffloadingEvent], tiers: Sequence[TierWords]) -> list[Any]:

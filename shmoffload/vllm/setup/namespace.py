@@ -8,7 +8,8 @@ restarted server, another replica and another node find the blocks again.
 
 Another text means a miss, never other bytes: a cache that two GPUs wrote is not read
 by one. What vLLM does not tell a spec (``--hf-overrides``, ``--quantization`` at load
-time, an adapter trained anew under an old name) is the operator's to tell, by
+time, ``--max-model-len`` where it picks LongRoPE's factors, ``--mamba-cache-dtype``, an
+adapter trained anew under an old name) is the operator's to tell, by
 ``shmoffload.revision``. A draft model's weights are not in it either: its wrong blocks
 would cost speed, not tokens.
 """

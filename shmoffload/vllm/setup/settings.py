@@ -35,18 +35,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shmoffload.errors import BadInputError, ConfigError
+from shmoffload.errors import ConfigError
+from shmoffload.vllm.setup import geometry
 from shmoffload.vllm.setup.namespace import namespace_text
-from shmoffload.vllm.setup.tiers import read_tiers, tier_labels
+from shmoffload.vllm.setup.tiers import read_tiers
 from shmoffload.wire import config as wire_config
 from shmoffload.wire.config import BUILT_IN_POLICIES, POLICY_GROUP, Config, closest
 from shmoffload.wire.layout import stride_of
-from shmoffload.wire.region import MAX_RANKS
 from shmoffload.wire.sizes import format_size, parse_size
 
-__all__ = ["Settings", "read_settings", "tier_labels"]
-
-MAX_BLOCK_BYTES: Final = 1 << 30
 _CREDIT_BYTES: Final = 256 << 20
 _START_TIMEOUT_S: Final = 120.0
 """A server's start keeps every core busy, and workers are nice: more than our 30 s."""
@@ -82,10 +79,17 @@ _WITHOUT_MEANING: Final = {
 _THEIR_WORDS: Final = {
     "primary.policy": "eviction_policy",
     "primary.bytes or primary.slots": "cpu_bytes_to_use",
+    "primary.slots or primary.bytes": "cpu_bytes_to_use",
     "primary.bytes": "cpu_bytes_to_use",
+    "primary.slots": "cpu_bytes_to_use",
     "primary.store_threshold": "store_threshold",
     "primary.max_tracker_size": "max_tracker_size",
+    "$.limits.": "shmoffload.limits.",
     "limits.": "shmoffload.limits.",
+    "shmoffload.shmoffload.": "shmoffload.",
+    "session.name": "shmoffload.session",
+    "$.tier[": "secondary_tiers[",
+    "[[tier]]": "tier of secondary_tiers",
 }
 _ELSEWHERE: Final = {
     "policy": "eviction_policy",
@@ -111,6 +115,7 @@ class Settings:
         has_events: whether KV events are published.
         tier_events: of each secondary tier, whether its blocks are announced too.
         notes: sentences to be logged once, when the scheduler starts.
+        may_have_window: some KV group may have a sliding window.
     """
 
     config: Config
@@ -122,6 +127,7 @@ class Settings:
     has_events: bool
     tier_events: tuple[bool, ...]
     notes: tuple[str, ...]
+    may_have_window: bool = True
 
     @property
     def part_offset(self) -> int:
@@ -143,11 +149,11 @@ def read_settings(config: Any, *, engine: str = "") -> Settings:  # noqa: ANN401
     extra, parallel = config.extra_config, config.parallel
     _refuse_unknown(extra, _KNOWN, "")
     ours = _our_keys(extra)
-    _refuse_holes(config)
+    geometry.refuse_holes(config)
     is_replicated = bool(config.replicated_layout) and not config.canonical_layout
-    part_bytes = _part_bytes(config)
+    part_bytes = geometry.part_bytes_of(config)
     block_bytes = part_bytes * (1 if is_replicated else parallel.world_size)
-    _refuse_large_blocks(config, block_bytes)
+    geometry.refuse_large_blocks(config, block_bytes)
     notes = [
         f"{key} has no meaning here: {why}"
         for key, why in _WITHOUT_MEANING.items()
@@ -196,54 +202,8 @@ def read_settings(config: Any, *, engine: str = "") -> Settings:  # noqa: ANN401
         has_events=bool(config.enable_kv_cache_events),
         tier_events=tier_events,
         notes=(*notes, *tier_notes, *namespace_notes),
+        may_have_window=geometry.may_have_window(config),
     )
-
-
-def _refuse_holes(config: Any) -> None:  # noqa: ANN401
-    """Refuse blocks that vLLM 0.32 would store without their first GPU blocks.
-
-    A sliding window that has left a part of a block gives those GPU blocks back. 0.32
-    stores the rest, and a later load takes the block as whole. 0.33 does not store
-    such a block; it also says which groups have a window, by which we know it.
-    """
-    groups, per_chunk = config.groups, config.cache.blocks_per_chunk
-    has_mended = all(hasattr(each, "sliding_window_size_in_chunks") for each in groups)
-    if per_chunk > 1 and len(groups) > 1 and not has_mended:
-        raise BadInputError(
-            f"blocks_per_chunk = {per_chunk} with {len(groups)} KV cache groups: this "
-            f"vLLM stores blocks of a sliding window with parts missing, so that wrong "
-            f"bytes would be loaded: give blocks_per_chunk = 1 (or block_size = a GPU "
-            f"block), or take vLLM 0.33"
-        )
-
-
-def _part_bytes(config: Any) -> int:  # noqa: ANN401
-    """Return one rank's bytes of a block, or refuse a set-up without such."""
-    block_bytes: int = config.worker_kv_bytes_per_block
-    if block_bytes < 1:
-        raise BadInputError(
-            "vLLM says that a KV block has 0 bytes in this set-up (a KV cache in host "
-            "memory, or none): there is nothing to offload; start the server without "
-            "--kv-transfer-config"
-        )
-    num_ranks = config.parallel.world_size
-    if num_ranks > MAX_RANKS:
-        raise BadInputError(
-            f"{num_ranks} GPU workers share one engine, and shmoffload serves at most "
-            f"{MAX_RANKS} on one node: use more replicas (--data-parallel-size) of "
-            f"fewer GPUs"
-        )
-    part_bytes: int = block_bytes * config.cache.blocks_per_chunk
-    return part_bytes
-
-
-def _refuse_large_blocks(config: Any, block_bytes: int) -> None:  # noqa: ANN401
-    if block_bytes > MAX_BLOCK_BYTES:
-        raise ConfigError(
-            f"blocks_per_chunk = {config.cache.blocks_per_chunk} makes a block of "
-            f"{format_size(block_bytes)}, and at most {format_size(MAX_BLOCK_BYTES)} "
-            f"is possible: lower blocks_per_chunk (or block_size)"
-        )
 
 
 def _primary_bytes(extra: Mapping[str, Any], block_bytes: int) -> int:
@@ -385,7 +345,11 @@ def _checked(raw: dict[str, Any]) -> Config:
     try:
         return wire_config.from_dict(raw)
     except ConfigError as error:
-        text = str(error)
-        for word, theirs in _THEIR_WORDS.items():
-            text = text.replace(word, theirs)
-        raise ConfigError(text) from error
+        raise ConfigError(in_vllm_words(str(error))) from error
+
+
+def in_vllm_words(sentence: str) -> str:
+    """Name the keys of a refusal as one types them under vLLM."""
+    for word, theirs in _THEIR_WORDS.items():
+        sentence = sentence.replace(word, theirs)
+    return sentence

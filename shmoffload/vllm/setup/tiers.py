@@ -45,22 +45,6 @@ _NEAREST: Final = {
 }
 
 
-def tier_labels(extra_config: Mapping[str, Any]) -> list[str]:
-    """Return the labels of the secondary tiers as vLLM writes them: ``"1:fs"``.
-
-    Never raises: metrics are defined in a process that checks nothing.
-    """
-    tiers = extra_config.get("secondary_tiers")
-    if not isinstance(tiers, list | tuple):
-        return []
-    return [
-        f"{number}:{tier['type']}"
-        if isinstance(tier, Mapping) and isinstance(tier.get("type"), str)
-        else f"{number}:unknown"
-        for number, tier in enumerate(tiers, start=1)
-    ]
-
-
 def read_tiers(
     raw: object, *, replica: int, has_events: bool
 ) -> tuple[list[dict[str, Any]], tuple[bool, ...], list[str]]:

@@ -32,7 +32,7 @@ from shmoffload.core.types import (
     ScheduleEndContext,
 )
 from shmoffload.vllm.staging.job_types import Job, LoadJob, Outcome, StoreJob
-from shmoffload.vllm.staging.row_copier import Copies, RowCopier
+from shmoffload.vllm.staging.row_copier import RowCopier, RowCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -147,7 +147,7 @@ class RowJobs:
 
     def _reserve(
         self, job: StoreJob, wanted: dict[OffloadKey, int]
-    ) -> Copies[Job] | None:
+    ) -> RowCopies[Job] | None:
         """Take slots for the head of what is wanted; None: there is none to copy."""
         if not wanted:
             return None
@@ -165,7 +165,7 @@ class RowJobs:
             return None
         granted = list(output.keys_to_store)
         rows = [wanted[key] for key in granted]
-        return Copies(job, granted, rows, output.slots.tolist(), to_rows=False)
+        return RowCopies(job, granted, rows, output.slots.tolist(), to_rows=False)
 
     def load(self, job_id: int, keys: Collection[OffloadKey], rows: SlotArray) -> None:
         """Take in a load; the next ``end_step`` begins it."""
@@ -241,7 +241,7 @@ class RowJobs:
         if has_stored:
             self._engine.flush()
 
-    def _end_store(self, job: StoreJob, copies: Copies[Job]) -> None:
+    def _end_store(self, job: StoreJob, copies: RowCopies[Job]) -> None:
         dropped = self._engine.manager.counters.cascade_blocks_dropped
         before = dropped[0]
         self._engine.complete_store(copies.keys, job.ctx, copies.is_copied)
@@ -277,7 +277,7 @@ class RowJobs:
             self._give_up(job)
             return
         rows = [job.todo.pop(key) for key in ready]
-        self._start(Copies(job, ready, rows, slots, to_rows=True))
+        self._start(RowCopies(job, ready, rows, slots, to_rows=True))
 
     def _look_up(self, job: LoadJob) -> None:
         """Have the next keys promoted; drop those that will not come."""
@@ -306,7 +306,7 @@ class RowJobs:
         job.has_failed = job.has_failed or bool(job.todo)
         job.todo.clear()
 
-    def _start(self, copies: Copies[Job]) -> None:
+    def _start(self, copies: RowCopies[Job]) -> None:
         copies.job.num_copying += 1
         self._copier.submit(copies)
 
@@ -366,7 +366,9 @@ class RowJobs:
 
         Waits as the engine's ``close`` does. Twice is fine.
         """
-        if not self._copier.close(self._deadline_s):
-            log.error("a copy of rows did not end in %g s", self._deadline_s)
-        self.switch_off()
-        self._engine.close()
+        try:
+            if not self._copier.close(self._deadline_s):
+                log.error("a copy of rows did not end in %g s", self._deadline_s)
+            self.switch_off()
+        finally:
+            self._engine.close()

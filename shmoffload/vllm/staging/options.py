@@ -10,7 +10,7 @@ Of its own it has:
 
 * ``tier``: what keeps the blocks: slab, fs, memory or a plug-in's name.
 * ``staging_bytes``: memory between vLLM's primary and the tier, 256MiB by default.
-* ``session``, ``setup.namespace``, ``revision``, ``limits``: as in ``setup.settings``.
+* ``session``, ``namespace``, ``revision``, ``limits``: as in ``setup.settings``.
 """
 
 from __future__ import annotations

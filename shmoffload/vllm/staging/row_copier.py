@@ -34,7 +34,7 @@ _Job = TypeVar("_Job")
 
 
 @dataclass(slots=True, eq=False)
-class Copies(Generic[_Job]):
+class RowCopies(Generic[_Job]):
     """What is copied in one go.
 
     Attributes:
@@ -68,8 +68,8 @@ class RowCopier(Generic[_Job]):
         self._rows: npt.NDArray[np.uint8] | None = np.asarray(view).view(np.uint8)
         self._slot_view = slot_view
         self._changed = threading.Condition()
-        self._queue: deque[Copies[_Job]] = deque()
-        self._done: deque[Copies[_Job]] = deque()
+        self._queue: deque[RowCopies[_Job]] = deque()
+        self._done: deque[RowCopies[_Job]] = deque()
         self._is_copying = False
         self._is_closed = False
         self._thread = threading.Thread(
@@ -77,13 +77,13 @@ class RowCopier(Generic[_Job]):
         )
         self._thread.start()
 
-    def submit(self, copies: Copies[_Job]) -> None:
+    def submit(self, copies: RowCopies[_Job]) -> None:
         """Queue copies; once closed they come back undone. Never waits."""
         with self._changed:
             (self._done if self._is_closed else self._queue).append(copies)
             self._changed.notify_all()
 
-    def next_done(self) -> Copies[_Job] | None:
+    def next_done(self) -> RowCopies[_Job] | None:
         """Return the next copies that have ended; None: none yet. Never waits.
 
         One at a time, so that a caller that fails over one does not lose the rest.
@@ -131,7 +131,7 @@ class RowCopier(Generic[_Job]):
                     self._done.append(copies)
                     self._changed.notify_all()
 
-    def _copy(self, copies: Copies[_Job]) -> bool:
+    def _copy(self, copies: RowCopies[_Job]) -> bool:
         rows = self._rows
         if rows is None:
             return False
