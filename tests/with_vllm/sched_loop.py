@@ -10,6 +10,7 @@ worker, memory and tier processes are ours. Only the model is faked.
 """
 
 import contextlib
+import copy
 import json
 import time
 from collections import Counter
@@ -131,7 +132,9 @@ class _GpuWorker:
 
     def step(self, output, forward):
         """Run a step; ``forward(kv)`` returns request ids and their tokens."""
-        connector, meta = self._connector, output.kv_connector_metadata
+        # Each rank has its own, as from vLLM's message queue: ranks change it.
+        meta = copy.deepcopy(output.kv_connector_metadata)
+        connector = self._connector
         connector.handle_preemptions(meta)
         connector.bind_connector_metadata(meta)
         is_sync = getattr(output, "has_sync_kv_loads", False)
