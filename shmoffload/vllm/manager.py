@@ -30,6 +30,7 @@ from vllm.v1.kv_offload import base as vllm_base
 
 from shmoffload.core.types import LookupResult, OffloadPolicy, ReqContext
 from shmoffload.core.types import ScheduleEndContext as OurScheduleEndContext
+from shmoffload.vllm import release
 from shmoffload.vllm.copies.fence import CopyKind, ResetFence
 from shmoffload.vllm.copies.slots_spec import SlotsLoadStoreSpec
 from shmoffload.vllm.load_sources import LoadSources
@@ -59,10 +60,8 @@ _VLLM_HIT_PENDING: Final = vllm_base.LookupResult.HIT_PENDING
 _VLLM_RETRY: Final = vllm_base.LookupResult.RETRY
 
 _VLLM_POLICY: Final = {
-    # vLLM renamed BLOCK_LEVEL to CHUNK_LEVEL in 0.30.
-    OffloadPolicy.BLOCK_LEVEL: getattr(vllm_base.OffloadPolicy, "CHUNK_LEVEL", None)
-    or vllm_base.OffloadPolicy.BLOCK_LEVEL,
-    OffloadPolicy.REQUEST_LEVEL: vllm_base.OffloadPolicy.REQUEST_LEVEL,
+    ours: release.offload_policy(is_request_level=ours is OffloadPolicy.REQUEST_LEVEL)
+    for ours in OffloadPolicy
 }
 
 FIRST_STEP_TIMEOUT_S: Final = 10.0
