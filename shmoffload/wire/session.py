@@ -131,7 +131,7 @@ class TierWord(enum.IntEnum):
     BLOCKS_EVICTED = 19  # worker
     BYTES_WRITTEN = 20  # worker; physical, with headers
     BYTES_READ = 21  # worker
-    JOBS_DONE = 22  # worker
+    JOBS_DONE = 22  # worker; +1 after a job's answer has been sent
     QUEUE_BYTES_IN = 23  # worker; bytes of frames received
     QUEUE_BYTES_OUT = 24  # worker; bytes of frames sent
     QUEUE_KEYS = 25  # worker; keys in those frames

@@ -133,7 +133,6 @@ class Executor:
         self._counters.set(TierWord.USED_BYTES, usage.num_bytes)
         self._counters.set(TierWord.RESIDENT_BLOCKS, usage.num_blocks)
         self._counters.set(TierWord.DIRECT_IO, int(self._tier.direct_io))
-        self._counters.add({TierWord.JOBS_DONE: 1})
         if not self._queues.abandoned:
             self._replies.answer(
                 job,
@@ -142,6 +141,8 @@ class Executor:
                 outcome.error,
                 give_up=lambda: self._queues.stopping,
             )
+        # After the answer: who sees the word changed finds the datagram.
+        self._counters.add({TierWord.JOBS_DONE: 1})
 
     def _excuse(self, job: Job) -> str:
         """Return why no more I/O is worth while for a job, or ""."""

@@ -98,7 +98,11 @@ def test_a_job_of_8192_keys_passes(session_name, tmp_path):
         store(engine, request(engine, "a"), keys)
         assert engine.wait_idle(60)
         assert tier_word(engine, TierWord.BLOCKS_WRITTEN) == len(keys)
-        assert tier_word(engine, TierWord.JOBS_DONE) == 1
+        wait_until(
+            lambda: tier_word(engine, TierWord.JOBS_DONE) == 1,
+            timeout_s=30,
+            what="the one job to be counted",
+        )
 
 
 def test_the_page_shows_what_the_engine_does(session_name, tmp_path):

@@ -166,9 +166,16 @@ class Server:
         return self.engine.page.get_tier(tier_idx, word)
 
     def await_written(self, count, tier_idx=0):
-        """Wait, without any call of the manager, until a tier has written blocks."""
+        """Wait, without any call of the manager, until a tier has written blocks.
+
+        And has said so: between the write and the answer a lookup is still a miss.
+        """
+        sent = self.engine.manager.counters.cascade_jobs
         wait_until(
-            lambda: self.tier_word(TierWord.BLOCKS_WRITTEN, tier_idx) == count,
+            lambda: (
+                self.tier_word(TierWord.BLOCKS_WRITTEN, tier_idx) == count
+                and self.tier_word(TierWord.JOBS_DONE, tier_idx) >= sent[tier_idx]
+            ),
             timeout_s=30.0,
             what=f"{count} blocks in the tier",
         )
