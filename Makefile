@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lint types bench-start bench-idle bench-policies bench-manager \
-  test-differential test-vllm clean
+.PHONY: install demo test lint types fuzz bench-start bench-idle bench-policies \
+  bench-manager bench-adopt test-differential test-vllm clean
 
 install: $(INSTALLED)
 
@@ -23,6 +23,14 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
+# Garbage into every queue, the daemon's socket and the session page, for about 60 s in
+# all; another seed each time, which a failure shows. `make test` does 20 s of one seed.
+fuzz: export SHMOFFLOAD_FUZZ_SEED := $(or $(SEED),$(shell date +%s))
+fuzz: $(INSTALLED)
+	@echo "repeat with: make fuzz SEED=$$SHMOFFLOAD_FUZZ_SEED"
+	SHMOFFLOAD_FUZZ_SCALE=3 $(BIN)/python -m pytest $(wildcard tests/*/test_fuzz_*.py \
+	  tests/*/*/test_fuzz_*.py)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,6 +45,10 @@ bench-start: $(INSTALLED)
 # CPU of a whole resting session over 60 s, after a replay; fails at 1 % of a core.
 bench-idle: $(INSTALLED)
 	$(BIN)/python tools/bench/idle.py
+
+# Adopting a kept region of 100,000 slots; fails above 1 s of CPU.
+bench-adopt: $(INSTALLED)
+	$(BIN)/python tools/bench/adopt.py
 
 # auto beside lru, arc and the optimum: 16 cells; many minutes each on agentic traces.
 TRACES ?= ../shared/data

@@ -48,9 +48,23 @@ _TYPER_VERBS: Final = {
         "shmoffload.cli.demo", "demo_command", "Show it at work in 20 seconds."
     ),
 }
+_LIGHT_VERBS: Final = {
+    "status": _Verb(
+        "shmoffload.cli.status", "status_command", "Look at a live session, read-only."
+    ),
+    "doctor": _Verb(
+        "shmoffload.cli.doctor", "doctor_command", "See whether it can work here."
+    ),
+    "clean": _Verb(
+        "shmoffload.cli.clean", "clean_command", "Remove what dead sessions left."
+    ),
+    "verify": _Verb(
+        "shmoffload.cli.verify", "verify_command", "Compare a disk tier's checksums."
+    ),
+}
+"""They read their own options: typer costs more than all their work."""
 _HELP: Final = {
-    **{name: verb.help for name, verb in _TYPER_VERBS.items()},
-    "status": "Look at a live session, read-only.",
+    **{name: verb.help for name, verb in (_TYPER_VERBS | _LIGHT_VERBS).items()},
     "version": "Print the version.",
 }
 
@@ -100,10 +114,12 @@ def _dispatch(words: list[str]) -> int:
     if verb in ("version", "--version"):
         print(shmoffload.__version__)
         return 0
-    if verb == "status":
-        from shmoffload.cli.status import status_command
-
-        return status_command(rest)
+    if verb in _LIGHT_VERBS:
+        module, function, _ = _LIGHT_VERBS[verb]
+        light: Callable[[list[str]], int] = getattr(
+            importlib.import_module(module), function
+        )
+        return light(rest)
     if verb not in _TYPER_VERBS:
         raise BadInputError(f"unknown verb {verb}: {_did_you_mean(verb)}")
     return _run_typer(verb, rest)

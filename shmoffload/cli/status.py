@@ -11,15 +11,16 @@ Plain text and few imports: the whole call costs under 0.3 s of CPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
+from shmoffload.cli.options import Parser
 from shmoffload.errors import BadInputError, NoSessionError
 from shmoffload.wire.names import is_held, live_sessions, owner_name, page_name
 from shmoffload.wire.session import (
     PAGE_VERSION,
+    Fault,
     SessionPage,
     TierState,
     TierWord,
@@ -28,19 +29,25 @@ from shmoffload.wire.session import (
 from shmoffload.wire.sizes import format_size
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 SUPERVISOR_SILENT_S: Final = 5.0
 _COLUMNS: Final = (
     "tier,type,state,pid,queue,used,capacity,blocks,hits,errors,restarts,age,last error"
 )
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose refusals are our errors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise BadInputError(f"{message}: see `shmoffload status --help`")
+_REFUSALS: Final = {
+    Fault.NO_SPACE: ("no space", "free some, or lower its max_bytes or min_free"),
+    Fault.IO: ("I/O error", "check the disk"),
+    Fault.NO_FILES: ("too many open files", "raise the limit (ulimit -n)"),
+    Fault.NO_ACCESS: ("no permission", "let this user write its path"),
+    Fault.READ_ONLY: (
+        "read-only file system",
+        "mount it to be written, check the disk",
+    ),
+    Fault.OTHER: ("other reasons", "its worker's log has the words"),
+}
+"""What the system said, and what to do; a tier gets over it by itself."""
 
 
 def status_command(argv: Sequence[str]) -> int:
@@ -72,22 +79,14 @@ def status_command(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
-        prog="shmoffload status",
-        description="One read-only screen of a live session.",
-        epilog="Exit code: 0 healthy, 1 degraded, 2 bad input, 3 no session.",
-        allow_abbrev=False,
+    parser = Parser(
+        "status",
+        "One read-only screen of a live session.",
+        "0 healthy, 1 degraded, 2 bad input, 3 no session",
     )
     parser.add_argument("--session", metavar="NAME", help="which one, if several live")
     parser.add_argument("--json", action="store_true", help="for programs")
-    options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        from difflib import get_close_matches
-
-        near = get_close_matches(unknown[0], ["--session", "--json", "--help"], n=1)
-        hint = f"did you mean {near[0]}?" if near else "known: --session NAME, --json"
-        raise BadInputError(f"unknown option {unknown[0]}: {hint}")
-    return options
+    return parser.read(argv)
 
 
 def _the_only_session() -> str:
@@ -177,6 +176,7 @@ def _read_tier(page: SessionPage, tier_idx: int, now_ns: int) -> dict[str, Any]:
     state = words[TierWord.STATE]
     is_running = state in (TierState.STARTING, TierState.UP)
     started_ns = words[TierWord.STARTED_NS]
+    backing_off = words[TierWord.BACKING_OFF]
     return {
         "name": name,
         "type": kind,
@@ -192,6 +192,7 @@ def _read_tier(page: SessionPage, tier_idx: int, now_ns: int) -> dict[str, Any]:
             for word in TierWord
             if word >= TierWord.CAPACITY_BYTES or word is TierWord.RESTARTS
         },
+        "backing_off": Fault(backing_off).name if backing_off in set(Fault) else None,
     }
 
 
@@ -212,6 +213,10 @@ def _problems(status: dict[str, Any], *, is_waiting: bool) -> list[str]:
         for tier in status["tiers"]
         if tier["state"] != TierState.UP.name
     )
+    for tier in status["tiers"]:
+        if tier["state"] == TierState.UP.name and tier["backing_off"]:
+            what, todo = _REFUSALS[Fault[tier["backing_off"]]]
+            problems.append(f"tier {tier['name']} takes no stores now ({what}): {todo}")
     return problems
 
 
@@ -235,6 +240,7 @@ def render(status: dict[str, Any]) -> str:
         f"{counters['misses']} misses",
         "",
         *_table(status["tiers"]),
+        *filter(None, map(_refusals, status["tiers"])),
         *[f"! {problem}" for problem in status["problems"]],
     ]
     return "\n".join(lines)
@@ -264,6 +270,18 @@ def _table(tiers: list[dict[str, Any]]) -> list[str]:
     return [
         "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows if len(rows) > 1
     ]
+
+
+def _refusals(tier: dict[str, Any]) -> str:
+    """Return what the disk has done to a tier's blocks; "" if nothing."""
+    parts = [
+        f"{num} {what}"
+        for fault, (what, _) in _REFUSALS.items()
+        if (num := tier[fault.word.name.lower()])
+    ]
+    if tier["blocks_bad"]:
+        parts.append(f"{tier['blocks_bad']} corrupt, removed")
+    return f"blocks refused by {tier['name']}: {', '.join(parts)}" if parts else ""
 
 
 def _age(seconds: float | None) -> str:

@@ -120,6 +120,33 @@ class SlotTable:
             slots.append(block.slot)
         return np.array(slots, dtype=np.int32)
 
+    def adopt(
+        self, blocks: Sequence[tuple[OffloadKey, int]], generations: Sequence[int]
+    ) -> None:
+        """Begin with readable blocks in their slots; see ``core.adoption``.
+
+        Every block is handed out and published as if it were new, in the order
+        that a SIGKILL in between does not harm.
+        """
+        assert not self.blocks
+        assert self._next_unused == 0
+        assert len(generations) == self.num_slots
+        self._generations = list(generations)
+        held = {slot for _, slot in blocks}
+        self._next_unused = self.num_slots
+        # The last one is taken first: the lowest, as with slots never used.
+        self._returned = [
+            slot for slot in reversed(range(self.num_slots)) if slot not in held
+        ]
+        for slot in self._returned:
+            self._sink.set_state(slot, self._generations[slot], _FREE)
+        for key, slot in blocks:
+            block = self.blocks[key] = Block(key, slot, None)
+            block.state = READY
+            generation = self._generations[slot] = self._generations[slot] + 1
+            self._sink.hand_out(slot, generation, key, self._block_bytes)
+            self._sink.publish(slot, generation)
+
     def reserve(self, key: OffloadKey, owner: object) -> Block:
         """Hand out a free slot to an absent key; there must be one.
 

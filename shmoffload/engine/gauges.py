@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from shmoffload.wire.session import TierWord, Word
+from shmoffload.wire.session import MAX_WORD, TierWord, Word
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +37,7 @@ class Gauges:
     ) -> None:
         """Remember who writes where; show what stays as it is."""
         self.num_requests = 0
+        self._num_steps = page.get(Word.STEPS)
         self._page = page
         self._words = page.words
         self._manager = manager
@@ -50,7 +51,9 @@ class Gauges:
         words, manager = self._words, self._manager
         counters, table = manager.counters, manager.table
         words[Word.ENGINE_HEARTBEAT_NS] = time.monotonic_ns()
-        words[Word.STEPS] += num_steps
+        # Not read back: others can write the page, and may have.
+        self._num_steps = (self._num_steps + num_steps) & MAX_WORD
+        words[Word.STEPS] = self._num_steps
         words[Word.SLOTS_PENDING] = table.num_pending
         words[Word.SLOTS_QUARANTINED] = table.num_quarantined
         words[Word.SLOTS_READY] = len(table.blocks) - table.num_pending

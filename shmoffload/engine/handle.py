@@ -11,10 +11,12 @@ Who calls it: the scheduler process, one thread. Start and close wait, bounded b
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from typing import TYPE_CHECKING, Self
 
+from shmoffload.core.adoption import adopt
 from shmoffload.core.interfaces import OffloadingManager
 from shmoffload.core.mailbox import MailboxTier
 from shmoffload.core.manager import TieringOffloadingManager
@@ -33,7 +35,9 @@ from shmoffload.engine.tier_link import TierLink
 from shmoffload.engine.trace import RequestTrace
 from shmoffload.engine.traffic import Traffic
 from shmoffload.engine.waiting import WAIT_SLICE_S, await_tiers, wait_for_words
-from shmoffload.wire.names import sweep
+from shmoffload.wire.adopt import find_residents
+from shmoffload.wire.messages import MAX_EPOCH
+from shmoffload.wire.names import Keep, sweep
 from shmoffload.wire.region import PrimaryRegion
 from shmoffload.wire.session import SessionPage, Word
 from shmoffload.worker.registry import check_tier_types
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from shmoffload.core.events import OffloadingEvent
+    from shmoffload.core.policies import CachePolicy
     from shmoffload.core.request_policy import RequestAnswer
     from shmoffload.core.types import (
         OffloadKey,
@@ -52,6 +57,8 @@ if TYPE_CHECKING:
         SlotArray,
     )
     from shmoffload.wire.config import Config
+
+log = logging.getLogger(__name__)
 
 
 class Engine(Guard, OffloadingManager):
@@ -121,12 +128,13 @@ class Engine(Guard, OffloadingManager):
                 pump=self._traffic.pump,
                 timeout_s=config.limits.start_timeout_s,
             )
+            self.region.keep(self._keep())
             self._undo = undo.pop_all()
         self.slot_view = self.region.slot_view
 
     def _build_core(self, *, events: bool) -> None:
         config, limits = self.config, self.config.limits
-        self._epoch = self.page.get(Word.ENGINE_EPOCH) + 1
+        self._epoch = min(self.page.get(Word.ENGINE_EPOCH), MAX_EPOCH) + 1
         self.page.set(Word.ENGINE_EPOCH, self._epoch)
         self.page.set(Word.ENGINE_PID, os.getpid())
         self.page.set(Word.ENGINE_CLOSED, 0)
@@ -146,19 +154,43 @@ class Engine(Guard, OffloadingManager):
             TierLink(engine_epoch=self._epoch, job_deadline_s=limits.job_deadline_s)
             for _ in config.tier
         ]
+        policy = load_policy(config.primary.policy, config.num_slots)
         self.manager = TieringOffloadingManager(
             config.num_slots,
             self.tiers,
             block_bytes=config.block_bytes,
-            policy=load_policy(config.primary.policy, config.num_slots),
+            policy=policy,
             sink=self.region,
             scan_hold_s=limits.scan_hold_s,
             job_deadline_s=limits.job_deadline_s,
             events=events,
             **core_settings(config),
         )
+        self._adopt(policy)
         self._trace = RequestTrace()
         self._gauges = Gauges(config, self.page, self.manager, self.tiers)
+
+    def _adopt(self, policy: CachePolicy) -> None:
+        """Take over what an engine before this one has left in the region."""
+        check = self.config.primary.check_adopted
+        found = find_residents(self.region, check=check)
+        if found.is_empty:
+            return
+        adopt(self.manager.table, policy, found.blocks, found.generations)
+        log.info(
+            "adopted %d blocks of the engine before; dropped %d %s and %d that were "
+            "being written or read at its end",
+            len(found.blocks),
+            found.num_dropped,
+            "without a valid checksum" if check else "with a broken record",
+            found.num_unfinished,
+        )
+
+    def _keep(self) -> Keep:
+        """Return whom the region outlives: its owner is the daemon, if there is one."""
+        if self.config.primary.persist:
+            return Keep.EVERYBODY
+        return Keep.ENGINES if self._control.is_daemon else Keep.NOBODY
 
     # The step -------------------------------------------------------------------
 
@@ -262,7 +294,7 @@ class Engine(Guard, OffloadingManager):
 
     def reset_cache(self, *, forgets_copies: bool = False) -> None:
         """See ``TieringOffloadingManager.reset_cache``."""
-        self._try(self.manager.reset_cache, forgets_copies=forgets_copies)
+        self._try(self._reset, forgets_copies=forgets_copies)
 
     def on_reset_flushed(self) -> None:
         """Say that no GPU copy of before ``reset_cache`` runs any more."""
@@ -333,14 +365,28 @@ class Engine(Guard, OffloadingManager):
 
     # Inside -------------------------------------------------------------------------
 
+    def _reset(self, *, forgets_copies: bool) -> None:
+        # Cut by a SIGKILL or a failure, it is completed by the next start.
+        self.region.begin_change()
+        self.manager.reset_cache(forgets_copies=forgets_copies)
+        self.region.end_change()
+
+    def _break(self, where: str) -> None:
+        super()._break(where)
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            self.region.begin_change()  # whatever the table says: nobody adopts it
+
     def _remove_region(self) -> None:
         self.region.unlink()
         self.region.close()
 
     def _remove_page(self) -> None:
         control: SupervisorLink | None = getattr(self, "_control", None)
-        if self._owns_session and (control is None or not control.is_daemon):
+        is_daemons = control is not None and control.is_daemon
+        if self._owns_session and not is_daemons:
             self.page.unlink(self.config.session.name)
         self.page.close()
         if not self._owns_session:
             sweep()  # the page may be ours or a live session's: its lock tells
+        elif is_daemons:
+            sweep(self.config.session.name)  # the daemon may have gone before us

@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import stat
 import threading
 import time
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from shmoffload.wire.channel import (
 )
 from shmoffload.wire.config import encode
 from shmoffload.wire.messages import (
+    MAX_EPOCH,
+    MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     Attach,
     Attached,
@@ -57,6 +60,7 @@ log = logging.getLogger(__name__)
 
 _HANDOVER_FDS: Final = 2
 _MAX_UNSENT: Final = 64
+_MAX_DATAGRAMS: Final = 256
 _KILL_AGAIN_S: Final = 5.0
 _JOIN_TIMEOUT_S: Final = 1.0
 
@@ -146,7 +150,9 @@ class SupervisorLink:
             if workers_gone:
                 self._reach_again(now_s)
             return events
-        while self.state in (LinkState.ATTACHING, LinkState.ATTACHED):
+        for _ in range(_MAX_DATAGRAMS):  # a step ends, whoever talks without end
+            if self.state not in (LinkState.ATTACHING, LinkState.ATTACHED):
+                break
             try:
                 datagram, fds = self._channel.receive_with_fds()
             except DescriptorsLostError as error:
@@ -180,7 +186,9 @@ class SupervisorLink:
         self._send(Detach())
         deadline = time.monotonic() + timeout_s
         try:
-            while self._channel.wait(timeout_s=max(0.0, deadline - time.monotonic())):
+            while (left_s := deadline - time.monotonic()) > 0:
+                if not self._channel.wait(timeout_s=left_s):
+                    return False
                 datagram, fds = self._channel.receive_with_fds()
                 for fd in fds:
                     os.close(fd)
@@ -209,7 +217,7 @@ class SupervisorLink:
         self, datagram: bytes, fds: list[int], now_s: float
     ) -> list[ControlEvent]:
         message = _decode(datagram)
-        if isinstance(message, WorkerStarted) and len(fds) == _HANDOVER_FDS:
+        if isinstance(message, WorkerStarted) and self._is_handover(message, fds):
             self._send(HandoverAck(message.tier_idx, message.worker_epoch))
             channel = Channel.from_fd(fds[0])
             return [
@@ -219,7 +227,7 @@ class SupervisorLink:
             os.close(fd)
         if isinstance(message, Refused):
             if not self._was_attached:
-                raise StartError(message.reason)
+                raise StartError(message.reason[:MAX_TEXT_CHARS])
             log.error("the new supervisor refuses: %s", message.reason)
             self._lose(now_s)
         if isinstance(message, Attached):
@@ -231,6 +239,15 @@ class SupervisorLink:
             log.info("tier worker ended: %s", message.reason)  # the supervisor warned
             return [message]
         return []
+
+    def _is_handover(self, message: WorkerStarted, fds: list[int]) -> bool:
+        """Say whether a worker of a tier of ours came, with a queue beside it."""
+        return (
+            len(fds) == _HANDOVER_FDS
+            and 0 <= message.tier_idx < len(self._config.tier)
+            and 0 < message.worker_epoch <= MAX_EPOCH + 1
+            and stat.S_ISSOCK(os.fstat(fds[0]).st_mode)
+        )
 
     def _begin_attach(self, channel: Channel) -> None:
         self._channel = channel
@@ -311,6 +328,6 @@ class SupervisorLink:
 def _decode(datagram: bytes) -> FromSupervisor | None:
     try:
         return decode_from_supervisor(datagram)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         log.error("the supervisor sent garbage, ignored")  # noqa: TRY400
         return None

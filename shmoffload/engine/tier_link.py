@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 
 from shmoffload.core.types import (
+    GROUP_BYTES,
+    MAX_KEY_BYTES,
     AnnounceRequest,
     FinishRequest,
     JobMetadata,
@@ -30,6 +32,7 @@ from shmoffload.core.types import (
 from shmoffload.wire.channel import Channel, ChannelClosedError
 from shmoffload.wire.messages import (
     MAX_KEYS_PER_FRAME,
+    MAX_TEXT_CHARS,
     Announce,
     Finished,
     FromWorker,
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MAX_FRAMES: Final = 1024
 _MAX_REQUESTS_PER_FRAME: Final = 256
 _MAX_REQ_ID_BYTES: Final = 128
 """A frame stays under ``MAX_FRAME_BYTES`` whatever the server calls its requests."""
@@ -60,7 +64,7 @@ class TierLink:
 
     Attributes:
         hello: what the current worker said of itself, None before it spoke.
-        garbage_frames: frames from the worker that could not be decoded.
+        garbage_frames: frames and messages of the worker that were refused.
     """
 
     def __init__(self, *, engine_epoch: int, job_deadline_s: float) -> None:
@@ -102,7 +106,10 @@ class TierLink:
         inputs: list[TierInput] = []
         is_dead = self._pidfd >= 0 and _is_readable(self._pidfd)
         channel = self._channel
-        while channel is not None:
+        num_frames = 0
+        # A step ends, whoever talks without end; the dead are read to their end.
+        while channel is not None and (is_dead or num_frames < _MAX_FRAMES):
+            num_frames += 1
             try:
                 frame = channel.receive()
             except ChannelClosedError:
@@ -216,19 +223,36 @@ class TierLink:
     def _decode(self, frame: bytes) -> list[TierInput]:
         try:
             messages = decode_from_worker(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except msgspec.DecodeError:
             self.garbage_frames += 1
             return []
         inputs: list[TierInput] = []
         for message in messages:
-            inputs += self._input(message)
+            if self._is_sound(message):
+                inputs += self._input(message)
+            else:
+                self.garbage_frames += 1
         return inputs
+
+    def _is_sound(self, message: FromWorker) -> bool:
+        """Say whether a message may reach the core.
+
+        Its words of another incarnation would make the core believe that the live
+        worker is gone; answers to another's jobs the core counts itself.
+        """
+        if isinstance(message, JobDone):
+            return _are_keys(message.removed)
+        if message.worker_epoch != self.worker_epoch:
+            return False
+        if isinstance(message, Hello):
+            return message.capacity_bytes >= 0
+        return _are_keys(message.added) and _are_keys(message.removed)
 
     def _input(self, message: FromWorker) -> list[TierInput]:
         if isinstance(message, Hello):
             self.hello = message
             if message.error and not message.is_config_error:  # raised, see ``waiting``
-                log.error("tier worker: %s", message.error)
+                log.error("tier worker: %s", message.error[:MAX_TEXT_CHARS])
             return []
         if isinstance(message, JobDone):
             return [_job_reply(message)]
@@ -262,16 +286,21 @@ def _keys(raw: list[bytes]) -> list[OffloadKey]:
     return cast("list[OffloadKey]", raw)
 
 
+def _are_keys(raw: list[bytes]) -> bool:
+    return all(GROUP_BYTES < len(key) <= MAX_KEY_BYTES for key in raw)
+
+
 def _job_reply(message: JobDone) -> JobReply:
-    whole = len(message.failed_idx) // 4 * 4
-    failed = np.frombuffer(message.failed_idx[:whole], dtype="<i4").tolist()
+    failed = [-1]  # a list that is cut says nothing: all its keys count as failed
+    if len(message.failed_idx) % 4 == 0:
+        failed = np.frombuffer(message.failed_idx, dtype="<i4").tolist()
     return JobReply(
         engine_epoch=message.engine_epoch,
         worker_epoch=message.worker_epoch,
         job_id=message.job_id,
         failed_idx=failed,
         removed=_keys(message.removed),
-        error=message.error,
+        error=message.error[:MAX_TEXT_CHARS],
     )
 
 

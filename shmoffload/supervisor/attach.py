@@ -15,7 +15,7 @@ import msgspec
 
 from shmoffload.errors import ConfigError
 from shmoffload.wire import config as config_
-from shmoffload.wire.messages import PROTOCOL_VERSION
+from shmoffload.wire.messages import MAX_EPOCH, PROTOCOL_VERSION
 from shmoffload.wire.session import MAGIC, SessionPage, Word
 from shmoffload.wire.sizes import parse_size
 
@@ -41,6 +41,8 @@ def check_attach(message: Attach, *, session: str, config: Config | None) -> str
             f"the engine speaks protocol {message.version}, the supervisor "
             f"{PROTOCOL_VERSION}: install one version of shmoffload for both"
         )
+    if not 0 < message.engine_epoch <= MAX_EPOCH + 1:
+        return f"{message.engine_epoch} is no engine epoch: start the engine again"
     try:
         theirs = config_.decode(message.config)
     except ConfigError as error:

@@ -35,7 +35,7 @@ def serve(config: Config, *, worker_command: Sequence[str] | None = None) -> int
     """Serve one engine after the other until SIGTERM, SIGINT or SIGHUP.
 
     Returns the exit code. Blocks until then. Names and socket of its making are
-    removed at the end; the page stays if an engine uses it.
+    removed at the end, and the region that it kept; what an engine uses stays.
 
     Raises:
         SessionInUseError: another daemon, or an engine with a supervisor of its own,
@@ -66,6 +66,7 @@ def serve(config: Config, *, worker_command: Sequence[str] | None = None) -> int
         finally:
             remove_page(name, page.fd)
             page.close()
+            sweep(name)  # a region that was kept for the next engine under us
 
 
 def _refuse_embedded(page: SessionPage, session: str) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shmoffload.supervisor.life import Act, WorkerLife
 from shmoffload.supervisor.process import WorkerProcess
-from shmoffload.wire.messages import WorkerGone, WorkerStarted
+from shmoffload.wire.messages import MAX_EPOCH, WorkerGone, WorkerStarted
 from shmoffload.wire.session import TierState, TierWord
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from shmoffload.wire.session import SessionPage
 
 _log = logging.getLogger("shmoffload.supervisor")
+
+_CLOCK_SLACK_S: Final = 1.0
+"""``now_s`` is of the turn's begin; a worker may have beaten since."""
 
 
 class Served(NamedTuple):
@@ -53,9 +56,9 @@ class TierKeeper:
     ) -> None:
         """Go on from the epochs in ``page``: none is used twice in a session."""
         self.page: SessionPage | None = page
-        self.life = WorkerLife(
-            config.limits, epoch=page.get_tier(tier_idx, TierWord.WORKER_EPOCH)
-        )
+        # Bounded, for others can write the page: beyond it no next one would exist.
+        last = min(page.get_tier(tier_idx, TierWord.WORKER_EPOCH), MAX_EPOCH)
+        self.life = WorkerLife(config.limits, epoch=last)
         self._tier_idx = tier_idx
         self._name = config.tier[tier_idx].name
         self._command = worker_command
@@ -95,7 +98,7 @@ class TierKeeper:
         """Look at the worker's words and do what is due."""
         while act := self.life.turn(
             now_s=now_s,
-            beat_s=self._word(TierWord.HEARTBEAT_NS) / 1e9,
+            beat_s=self._beat_s(now_s),
             is_ready=self._word(TierWord.WORKER_READY) == self.life.epoch,
             may_start=not self._unacknowledged,
         ):
@@ -160,6 +163,14 @@ class TierKeeper:
         self._served.connection.post(
             WorkerStarted(self._tier_idx, self.life.epoch, process.pid), fds
         )
+
+    def _beat_s(self, now_s: float) -> float:
+        """Return the last heartbeat; 0.0 for one of the future, which is garbage.
+
+        Taken at its word it would hide a hang for as long as it lies ahead.
+        """
+        beat_s = self._word(TierWord.HEARTBEAT_NS) / 1e9
+        return beat_s if beat_s <= now_s + _CLOCK_SLACK_S else 0.0
 
     def _say_error(self) -> None:
         # The engine raises a refusal's own sentence: one is enough.

@@ -24,6 +24,7 @@ from shmoffload.supervisor.process import default_worker_command
 from shmoffload.supervisor.service import GRACE_DEATH_S, GRACE_DETACH_S, Service
 from shmoffload.wire.channel import ChannelClosedError, DescriptorsLostError
 from shmoffload.wire.messages import (
+    MAX_TEXT_CHARS,
     Attach,
     Refused,
     ToSupervisor,
@@ -240,7 +241,7 @@ class Supervisor:
         message: ToSupervisor | None = None
         try:
             message = decode_to_supervisor(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except msgspec.DecodeError:
             _log.warning("process %d sent garbage: disconnected", connection.pid)
         if isinstance(message, Attach) and len(fds) == _ATTACH_FDS and not is_served:
             connection.drop_pending()
@@ -281,6 +282,7 @@ class Supervisor:
 
     def _refuse(self, connection: Connection, reason: str) -> None:
         """Say why and hang up; a served engine's mistakes are only logged."""
+        reason = reason[:MAX_TEXT_CHARS]  # it may quote what the peer sent
         _log.warning("process %d is refused: %s", connection.pid, reason)
         if connection is not self._service.connection:
             self._has_refused = True

@@ -8,6 +8,8 @@ Who calls it: ``loop.Supervisor``, when an engine's death is proven; never waits
 from __future__ import annotations
 
 from shmoffload.wire.names import (
+    Keep,
+    keep_of,
     page_name,
     region_name,
     sweep,
@@ -17,13 +19,14 @@ from shmoffload.wire.names import (
 
 
 def remove_engine_names(session: str, region_fd: int) -> None:
-    """Unlink the dead engine's region and owner lock.
+    """Unlink the dead engine's owner lock, and its region unless that is kept.
 
     The region goes even while processes of the dead server still map it: it is owned
     by the dead, so nobody can join it, and the lock on ``region_fd`` keeps it from
     being cleared for reuse until the name is gone.
     """
-    unlink_same(region_name(session), region_fd)
+    if keep_of(region_fd) is Keep.NOBODY:
+        unlink_same(region_name(session), region_fd)
     sweep(session)  # the owner lock; nobody holds it, unless a successor is here
 
 

@@ -2,23 +2,27 @@
 
 Covers: the runtime directory, socket address, one daemon per session.
 Does not cover: what is said over the socket (``loop``).
-Who calls it: ``daemon`` (creates), ``spawn`` in the engine process (only looks).
-Nothing here waits.
+Who calls it: ``daemon`` (creates), ``spawn`` in the engine process and tools (only
+look). Nothing here waits but a start, ``_LOCK_WAIT_S``: a look holds the lock for an
+instant.
 
-A lock file is never unlinked: whoever unlinks one lets two daemons hold "the" lock.
+A lock file is unlinked only by who holds its lock: the daemon that ends, or ``clean``.
+Who then gets the lock of a file without a name opens the name again; otherwise two
+daemons could hold "the" lock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shmoffload.errors import SessionInUseError, StartError
+from shmoffload.wire.names import pause, try_lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 MAX_SOCKET_PATH_BYTES: Final = 107
 """``sun_path`` has 108 bytes and ends in a zero."""
 _BACKLOG: Final = 16
+_LOCK_TRIES: Final = 10
+_LOCK_WAIT_S: Final = 0.3
 
 
 def runtime_path() -> Path:
@@ -97,7 +103,7 @@ def socket_address(dir_fd: int, session: str) -> str:
 
 @contextlib.contextmanager
 def listening(session: str) -> Iterator[socket.socket]:
-    """Hold the session's lock and listen on its socket; remove the socket after.
+    """Hold the session's lock and listen on its socket; remove both after.
 
     Raises:
         SessionInUseError: another daemon serves this session.
@@ -108,9 +114,7 @@ def listening(session: str) -> Iterator[socket.socket]:
         raise StartError(f"{runtime_path()} vanished while starting: start again")
     lock_fd = -1
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock_fd = os.open(f"{session}.lock", flags, 0o600, dir_fd=dir_fd)
-        _lock(lock_fd, session)
+        lock_fd = _take_lock(dir_fd, session)
         name = f"{session}.sock"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=dir_fd)  # of a killed daemon: we hold its lock
@@ -125,18 +129,40 @@ def listening(session: str) -> Iterator[socket.socket]:
                     os.unlink(name, dir_fd=dir_fd)
     finally:
         if lock_fd >= 0:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{session}.lock", dir_fd=dir_fd)
             os.close(lock_fd)
         os.close(dir_fd)
 
 
+def _take_lock(dir_fd: int, session: str) -> int:
+    """Return the locked lock file of a session; made if there is none."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    for _ in range(_LOCK_TRIES):
+        lock_fd = os.open(f"{session}.lock", flags, 0o600, dir_fd=dir_fd)
+        try:
+            _lock(lock_fd, session)
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        if os.fstat(lock_fd).st_nlink > 0:
+            return lock_fd
+        os.close(lock_fd)  # `clean` removed it between our two calls
+    raise StartError(
+        f"{runtime_path()}/{session}.lock is removed again and again: see who does it"
+    )
+
+
 def _lock(lock_fd: int, session: str) -> None:
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    deadline_s = time.monotonic() + _LOCK_WAIT_S
+    while not try_lock(lock_fd, exclusive=True):
+        if time.monotonic() < deadline_s:
+            pause()
+            continue
         pid = os.pread(lock_fd, 20, 0).decode(errors="replace").strip()
         raise SessionInUseError(
             f'session "{session}" is already served by process {pid or "unknown"}: '
             f"end it, or choose another name with --session"
-        ) from None
+        )
     os.ftruncate(lock_fd, 0)
     os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)

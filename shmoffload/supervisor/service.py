@@ -31,7 +31,14 @@ from shmoffload.supervisor.life import Phase
 from shmoffload.supervisor.names import remove_engine_names, remove_page
 from shmoffload.supervisor.setting import be_polite
 from shmoffload.wire import config as config_
-from shmoffload.wire.messages import Attached, Detach, Detached, HandoverAck, KillWorker
+from shmoffload.wire.messages import (
+    MAX_TEXT_CHARS,
+    Attached,
+    Detach,
+    Detached,
+    HandoverAck,
+    KillWorker,
+)
 from shmoffload.wire.session import Word
 
 if TYPE_CHECKING:
@@ -113,7 +120,8 @@ class Service:
             if isinstance(message, HandoverAck):
                 keeper.acknowledge(message.worker_epoch)
             else:
-                keeper.life.kill(message.worker_epoch, message.reason)
+                reason = message.reason[:MAX_TEXT_CHARS]
+                keeper.life.kill(message.worker_epoch, reason)
 
     def engine_died(self, *, now_s: float) -> None:
         """Proven. Names go first: whatever happens to us now, they are gone."""

@@ -53,6 +53,8 @@ class PrimaryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``accept_prefix``: store the part of an offer that finds room.
     ``store_threshold``: offers of a block before it is stored; below 2 the first
     is enough. ``max_tracker_size``: blocks whose offers are counted.
+    ``persist``: the region outlives everybody, for the next engine of the session.
+    ``check_adopted``: that engine takes only blocks whose checksum holds.
     """
 
     block_bytes: int | str
@@ -62,6 +64,8 @@ class PrimaryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     accept_prefix: bool = False
     store_threshold: int = 0
     max_tracker_size: int = 64000
+    persist: bool = False
+    check_adopted: bool = True
 
 
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -219,7 +223,7 @@ def decode(data: bytes) -> Config:
     """
     try:
         return from_dict(msgspec.json.decode(data, type=dict[str, Any]))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:  # nested without end
         raise ConfigError(f"the packed configuration is garbage: {error}") from error
 
 

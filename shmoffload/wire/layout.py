@@ -14,7 +14,7 @@ clear-then-fill gave 105 bad headers of 15,392).
 from __future__ import annotations
 
 import struct
-from typing import Final
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -35,6 +35,10 @@ SLOT_RECORD_BYTES: Final = SLOT_RECORD.size
 MAX_RANKS: Final = 128
 """GPU workers that one region has words for."""
 NUM_COPY_KINDS: Final = 2
+KEEP_AT: Final = 80
+"""Byte of the region's header page with the word that says who it outlives."""
+SEQUENCE_AT: Final = 88
+"""Byte of it with the slot table's sequence number."""
 COPIES_DONE: Final = slice(2048, 2048 + MAX_RANKS * NUM_COPY_KINDS * 8)
 """Bytes of the region's header page: two words a rank, to the end of the page."""
 
@@ -84,18 +88,34 @@ def header_matches(
     return bytes(header[:HEADER_BYTES]) == seal_header(key, payload, namespace)
 
 
+class Header(NamedTuple):
+    """What an intact block header says; the payload was not looked at."""
+
+    key: bytes
+    num_bytes: int
+    namespace: bytes
+    checksum: int
+    """xxh3-64 of the payload."""
+
+
+def open_header(header: memoryview | bytes) -> Header | None:
+    """Return what a header says, None if it is damaged or of another layout."""
+    if len(header) < HEADER_BYTES:
+        return None
+    body, seal = header[: _BODY.size], header[_BODY.size : HEADER_BYTES]
+    if bytes(seal) != _SEAL.pack(xxhash.xxh3_64_intdigest(body)):
+        return None
+    magic, version, key_bytes, num_bytes, digest, key, checksum = _BODY.unpack(body)
+    if (magic, version) != (_MAGIC, LAYOUT_VERSION):
+        return None
+    return Header(bytes(key[:key_bytes]), num_bytes, digest, checksum)
+
+
 def key_of_header(header: memoryview, namespace: bytes) -> bytes | None:
     """Return the key that an intact header of ``namespace`` names, else None.
 
     The payload is not looked at: for rebuilding an index, whose blocks are
     verified when they are loaded.
     """
-    if len(header) < HEADER_BYTES:
-        return None
-    body, seal = header[: _BODY.size], header[_BODY.size : HEADER_BYTES]
-    if bytes(seal) != _SEAL.pack(xxhash.xxh3_64_intdigest(body)):
-        return None
-    magic, version, key_bytes, _, digest, key, _ = _BODY.unpack(body)
-    if (magic, version, digest) != (_MAGIC, LAYOUT_VERSION, namespace):
-        return None
-    return bytes(key[:key_bytes])
+    opened = open_header(header)
+    return opened.key if opened and opened.namespace == namespace else None

@@ -16,7 +16,7 @@ costs 141 us). No block ever travels through a queue.
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -27,6 +27,10 @@ MAX_KEYS_PER_FRAME: Final = 1000
 """A frame of 1000 keys is 40 KiB, so a default socket buffer holds several."""
 MAX_FRAME_BYTES: Final = 128 * 1024
 MAX_KEYS_PER_JOB: Final = 1 << 20
+MAX_EPOCH: Final = 1 << 62
+"""Epochs count from 1. A larger one is garbage, and would be the last for ever."""
+MAX_TEXT_CHARS: Final = 400
+"""Of a reason or an error; what is longer is cut by whoever passes it on."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -220,6 +224,7 @@ _to_worker = msgspec.msgpack.Decoder(list[ToWorker])
 _from_worker = msgspec.msgpack.Decoder(list[FromWorker])
 _to_supervisor = msgspec.msgpack.Decoder(ToSupervisor)
 _from_supervisor = msgspec.msgpack.Decoder(FromSupervisor)
+_T = TypeVar("_T")
 
 
 def encode_frame(messages: list[ToWorker] | list[FromWorker]) -> bytes:
@@ -238,19 +243,29 @@ def decode_to_worker(frame: bytes) -> list[ToWorker]:
     Raises:
         msgspec.DecodeError: garbage; the caller drops and counts it.
     """
-    return _to_worker.decode(frame)
+    return _decode(_to_worker, frame)
 
 
 def decode_from_worker(frame: bytes) -> list[FromWorker]:
     """Decode a frame that a worker sent; see ``decode_to_worker``."""
-    return _from_worker.decode(frame)
+    return _decode(_from_worker, frame)
 
 
 def decode_to_supervisor(datagram: bytes) -> ToSupervisor:
     """Decode a control message from an engine; see ``decode_to_worker``."""
-    return _to_supervisor.decode(datagram)
+    return _decode(_to_supervisor, datagram)
 
 
 def decode_from_supervisor(datagram: bytes) -> FromSupervisor:
     """Decode a control message from a supervisor; see ``decode_to_worker``."""
-    return _from_supervisor.decode(datagram)
+    return _decode(_from_supervisor, datagram)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
+    """Decode; whatever garbage raises becomes one kind of error."""
+    try:
+        return decoder.decode(data)
+    except (RecursionError, UnicodeDecodeError) as error:
+        # msgspec skips surplus fields by recursion: 2 KiB of nested arrays there
+        # once ended a worker and a supervisor.
+        raise msgspec.DecodeError(str(error)) from error

@@ -1,6 +1,7 @@
 """Names in /dev/shm: how they are spelled, opened, locked, removed.
 
-Covers: one session's names, opening one safely, who still holds one, the sweep.
+Covers: one session's names, opening one safely, who still holds one, the sweep and
+what it leaves for a next engine.
 Does not cover: what is inside (``wire.session``, ``wire.region``).
 Who calls it: ``wire.session`` and ``wire.region``; engine, supervisor and tools for
 the sweep. Any thread; nothing here waits but ``pause``.
@@ -15,6 +16,7 @@ the name in between.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import fcntl
 import os
@@ -30,12 +32,22 @@ from shmoffload.errors import (
     ShmoffloadError,
     StartError,
 )
+from shmoffload.wire.layout import KEEP_AT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NAME_PREFIX: Final = "shmoffload."
 SHM_DIR: Final = "/dev/shm"
+_REGION_END: Final = ".region"
+
+
+class Keep(enum.IntEnum):
+    """Whom a region outlives; a word in its header page."""
+
+    NOBODY = 0
+    ENGINES = 1  # of one daemon: it stays while the session's page is held
+    EVERYBODY = 2  # primary.persist
 
 
 def page_name(session: str) -> str:
@@ -45,7 +57,7 @@ def page_name(session: str) -> str:
 
 def region_name(session: str) -> str:
     """Return the POSIX shared-memory name of a session's primary region."""
-    return f"/{NAME_PREFIX}{session}.region"
+    return f"/{NAME_PREFIX}{session}{_REGION_END}"
 
 
 def owner_name(session: str) -> str:
@@ -172,6 +184,23 @@ def unlink_same(name: str, fd: int) -> bool:
     return False
 
 
+def keep_of(fd: int) -> Keep:
+    """Return whom the region of ``fd`` outlives; garbage outlives nobody."""
+    word = int.from_bytes(os.pread(fd, 8, KEEP_AT), "little")
+    return Keep(word) if word in tuple(Keep) else Keep.NOBODY
+
+
+def _is_kept(entry: str, fd: int) -> bool:
+    """Say whether an entry that nobody holds waits for a next engine."""
+    if not entry.endswith(_REGION_END):
+        return False
+    keep = keep_of(fd)
+    session = entry[len(NAME_PREFIX) : -len(_REGION_END)]
+    return keep is Keep.EVERYBODY or (
+        keep is Keep.ENGINES and is_held(page_name(session))
+    )
+
+
 def live_sessions() -> Iterator[str]:
     """Yield the names of all sessions whose page some process holds."""
     for entry in sorted(_entries()):
@@ -181,8 +210,12 @@ def live_sessions() -> Iterator[str]:
                 yield session
 
 
-def sweep(session: str | None = None) -> list[str]:
+def sweep(session: str | None = None, *, kept_too: bool = False) -> list[str]:
     """Remove every name of ours, or of one session, whose lock nobody holds.
+
+    Args:
+        session: only its names.
+        kept_too: regions that wait for a next engine as well.
 
     Returns what was removed.
 
@@ -201,7 +234,11 @@ def sweep(session: str | None = None) -> list[str]:
         try:
             if os.fstat(fd).st_uid != os.geteuid():
                 continue
-            if try_lock(fd, exclusive=True) and unlink_same(f"/{entry}", fd):
+            if not try_lock(fd, exclusive=True):
+                continue
+            if not kept_too and _is_kept(entry, fd):
+                continue
+            if unlink_same(f"/{entry}", fd):
                 swept.append(entry)
         finally:
             os.close(fd)

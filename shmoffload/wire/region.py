@@ -1,8 +1,9 @@
 """The primary region: slots that the GPU copies to and tier workers work in.
 
 Covers: mapping, ownership, the slot table, views of slots, words of GPU copies.
-Does not cover: create or join (``wire.region_join``), which block is in which slot
-(the core decides), block headers (``wire.layout``), populating (``wire.room``).
+Does not cover: create or join (``wire.region_join``), what a next engine takes over
+(``wire.adopt``), which block is in which slot (the core decides), block headers
+(``wire.layout``), populating (``wire.room``).
 Who calls it: the engine's process makes and owns it; tier workers map it from an
 inherited descriptor; GPU workers open it too. One thread writes the slot table: the
 scheduler's. A rank's words of copies are written by that rank's GPU worker.
@@ -36,6 +37,8 @@ from shmoffload.wire.region_join import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shmoffload.core.types import OffloadKey
     from shmoffload.wire.config import Config
 
@@ -45,6 +48,8 @@ _RECORD_WORDS: Final = layout.SLOT_RECORD_BYTES // 8
 _WRITE_KEY: Final = struct.Struct("<IHH40s").pack_into
 _PENDING: Final = int(SlotState.PENDING)  # a plain int: IntEnum costs 0.1 us here
 _READY: Final = int(SlotState.READY)
+_KEEP_WORD: Final = layout.KEEP_AT // 8
+_SEQUENCE_WORD: Final = layout.SEQUENCE_AT // 8
 
 
 class PrimaryRegion:
@@ -79,6 +84,7 @@ class PrimaryRegion:
         table_end = layout.PAGE_BYTES + self.num_slots * layout.SLOT_RECORD_BYTES
         self._keys = self._bytes[layout.PAGE_BYTES : table_end]
         self._table = self._keys.cast("Q")
+        self._header = self._bytes[: layout.SEQUENCE_AT + 8].cast("Q")
         # No name for the slice: while one is out the mapping cannot be closed.
         self._copies_done = self._bytes[layout.COPIES_DONE].cast("Q")
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
@@ -146,7 +152,7 @@ class PrimaryRegion:
             if time.monotonic() > deadline:
                 raise in_use(self._session)
             names.pause()
-        words = self._bytes[:64].cast("Q")
+        words = self._header
         if words[PHASE_WORD] != FRESH or names.is_unlinked(self.fd):
             names.unlink_same(name, fd)
             os.close(fd)
@@ -160,9 +166,17 @@ class PrimaryRegion:
         self._owner_fd = fd
         words[PHASE_WORD] = OWNED
 
+    def keep(self, whom: names.Keep) -> None:
+        """Say whom the region outlives; the owner, once it has started."""
+        self._header[_KEEP_WORD] = whom
+
     def unlink(self) -> None:
-        """Remove the names that still are ours; the memory lives on while mapped."""
-        if self.fd >= 0 and self._session:
+        """Remove the names that still are ours, but of a region that is kept.
+
+        The memory lives on while mapped.
+        """
+        is_kept = self.fd >= 0 and names.keep_of(self.fd) is not names.Keep.NOBODY
+        if self.fd >= 0 and self._session and not is_kept:
             names.unlink_same(names.region_name(self._session), self.fd)
         if self._owner_fd >= 0:
             names.unlink_same(names.owner_name(self._session), self._owner_fd)
@@ -173,7 +187,8 @@ class PrimaryRegion:
         Views that are still out stay usable; they and this object then keep the
         memory, and its lock, until they are gone.
         """
-        for view in (self._table, self._keys, self._copies_done, self._bytes):
+        views = (self._table, self._keys, self._copies_done, self._header)
+        for view in (*views, self._bytes):
             view.release()
         with contextlib.suppress(BufferError):  # views are out
             self._mapping.close()
@@ -262,6 +277,22 @@ class PrimaryRegion:
         if slot < 0:
             raise IndexError(f"slot {slot} is negative")
         self._table[slot * _RECORD_WORDS] = generation << 8 | state
+
+    def begin_change(self) -> None:
+        """Make the sequence number odd: from here on all of the table is one write.
+
+        A slot needs no such mark, its word is one (see ``hand_out``). A reset does:
+        were it cut, a next engine would take over what the reset was to remove.
+        """
+        self._header[_SEQUENCE_WORD] |= 1
+
+    def end_change(self) -> None:
+        """Make the sequence number even again."""
+        self._header[_SEQUENCE_WORD] += self._header[_SEQUENCE_WORD] % 2
+
+    def records(self) -> Iterator[tuple[int, int, int, int, bytes, int]]:
+        """Yield all records of the table, in order; see ``layout.SLOT_RECORD``."""
+        return layout.SLOT_RECORD.iter_unpack(self._keys)
 
     def record(self, slot: int) -> tuple[int, SlotState, bytes, int]:
         """Return generation, state, key and length of a slot, for tools and tests."""

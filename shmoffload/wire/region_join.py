@@ -10,6 +10,8 @@ The same for everybody (25 races of four: always one region):
 - LOCK_EX had -> nobody maps it: clear its slot table and its words of copies or
   build it, phase FRESH, then join like the others. Magic is written last, so that
   a file without it is that of a creator who died midway, and is built anew.
+  The table of a region that outlives engines stays, for the owner to come adopts
+  what is in it, unless its sequence number is odd: a reset was cut.
 - else LOCK_SH had, magic, FRESH, the same geometry -> joined.
 - OWNED and the owner lock held -> in use.
 - OWNED by a dead engine whose workers still live -> wait for them; past the
@@ -154,8 +156,10 @@ class Joining:
     def _build(self, fd: int) -> None:
         """Clear a region that fits, or make one; under LOCK_EX."""
         if Geometry.read(fd) == self._want:
-            table_bytes = self._want.num_slots * layout.SLOT_RECORD_BYTES
-            os.pwrite(fd, bytes(table_bytes), layout.PAGE_BYTES)
+            if names.keep_of(fd) is names.Keep.NOBODY or _is_cut(fd):
+                table_bytes = self._want.num_slots * layout.SLOT_RECORD_BYTES
+                os.pwrite(fd, bytes(table_bytes), layout.PAGE_BYTES)
+                os.pwrite(fd, bytes(8), layout.SEQUENCE_AT)  # last: see ``_is_cut``
             done = layout.COPIES_DONE
             os.pwrite(fd, bytes(done.stop - done.start), done.start)
             os.pwrite(fd, FRESH.to_bytes(8, "little"), PHASE_WORD * 8)
@@ -197,6 +201,10 @@ def in_use(session: str) -> SessionInUseError:
         f'session "{session}" is in use by {who}: end it, or choose another '
         f"session.name"
     )
+
+
+def _is_cut(fd: int) -> bool:
+    return os.pread(fd, 1, layout.SEQUENCE_AT)[0] % 2 == 1
 
 
 def _phase(fd: int) -> int:

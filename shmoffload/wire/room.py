@@ -4,8 +4,8 @@ Covers: free bytes of the tmpfs, head room of the cgroup, what to type in Docker
 in Kubernetes and on bare metal; populating a mapping.
 Does not cover: making the region (``wire.region``).
 Who calls it: ``wire.region``, at start, in the engine and in workers; the session
-page (``reserve``). Populating blocks for 0.2 to 0.5 s a GiB (measured), the rest
-does not block.
+page (``reserve``); ``doctor`` beforehand. Populating blocks for 0.2 to 0.5 s a GiB
+(measured), the rest does not block.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def allocate(fd: int, num_bytes: int) -> None:
     free = _free_bytes(fd)
     if os.fstatvfs(fd).f_blocks and free < num_bytes:  # 0: a tmpfs without a limit
         raise _too_small(num_bytes, free, "the primary region")
-    headroom = _cgroup_headroom()
+    headroom = cgroup_headroom()
     if headroom is not None and headroom < num_bytes:
         _log.warning(
             "the memory limit of this cgroup leaves %d MiB, the primary region takes "
@@ -100,6 +100,15 @@ def populate(mapping: mmap.mmap) -> None:
                 bytes(view[start : start + piece : mmap.PAGESIZE])
 
 
+def can_populate(mapping: mmap.mmap) -> bool:
+    """Say whether the kernel populates at once (Linux 5.14); changes no byte."""
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE, 0, mmap.PAGESIZE)
+    except OSError:
+        return False
+    return True
+
+
 def _free_bytes(fd: int) -> int:
     room = os.fstatvfs(fd)
     return room.f_bavail * room.f_frsize
@@ -108,12 +117,12 @@ def _free_bytes(fd: int) -> int:
 def _too_small(num_bytes: int, free: int, what: str) -> RegionTooSmallError:
     return RegionTooSmallError(
         f"{SHM_DIR} has {free} bytes free ({free // _MIB} MiB), {what} needs "
-        f"{num_bytes} bytes ({-(-num_bytes // _MIB)} MiB): {_way_out(num_bytes)}, or "
+        f"{num_bytes} bytes ({-(-num_bytes // _MIB)} MiB): {way_out(num_bytes)}, or "
         f"lower primary.slots or primary.bytes"
     )
 
 
-def _way_out(num_bytes: int) -> str:
+def way_out(num_bytes: int) -> str:
     """Say how to make room where we run; a quarter more than is needed."""
     mib = -(-num_bytes * 5 // 4 // _MIB) + 1
     if "KUBERNETES_SERVICE_HOST" in os.environ:
@@ -125,7 +134,7 @@ def _way_out(num_bytes: int) -> str:
     return f"type `mount -o remount,size={mib}m {SHM_DIR}` as root"
 
 
-def _cgroup_headroom() -> int | None:
+def cgroup_headroom() -> int | None:
     """Return the bytes left under the tightest limit (cgroup v2), None if none."""
     headroom = None
     with contextlib.suppress(OSError, StopIteration):

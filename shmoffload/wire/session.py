@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NAME_PREFIX",
     "SHM_DIR",
+    "Fault",
     "SessionPage",
     "TierState",
     "TierWord",
@@ -56,6 +57,7 @@ __all__ = [
 
 MAGIC: Final = int.from_bytes(b"SHMOPAGE", "little")
 PAGE_VERSION: Final = 1
+MAX_WORD: Final = (1 << 64) - 1
 _TIER_WORDS: Final = 128
 _TIER_TEXT_WORDS: Final = 64
 _TEXT_BYTES: Final = 240
@@ -152,6 +154,34 @@ class TierWord(enum.IntEnum):
     IN_FLIGHT_BYTES = 48  # engine
     ENGINE_TIER_UP = 49  # engine; 1 = the engine uses the tier
     JOBS_DROPPED = 50  # engine; cascades without credit
+    FAILED_NO_SPACE = 64  # worker; BLOCKS_FAILED by what the system said, see Fault
+    FAILED_IO = 65  # worker
+    FAILED_NO_FILES = 66  # worker
+    FAILED_NO_ACCESS = 67  # worker
+    FAILED_READ_ONLY = 68  # worker
+    FAILED_OTHER = 69  # worker
+    BACKING_OFF = 70  # worker; why stores wait for the next probe: a Fault, 0 = not
+
+
+class Fault(enum.IntEnum):
+    """Why the system refused a block; ``TierWord.FAILED_NO_SPACE + n - 1`` counts."""
+
+    NO_SPACE = 1
+    """ENOSPC, EDQUOT, or below the tier's ``min_free``."""
+    IO = 2
+    """EIO."""
+    NO_FILES = 3
+    """EMFILE, ENFILE."""
+    NO_ACCESS = 4
+    """EACCES, EPERM."""
+    READ_ONLY = 5
+    """EROFS."""
+    OTHER = 6
+
+    @property
+    def word(self) -> TierWord:
+        """Return the word that counts its blocks."""
+        return TierWord(TierWord.FAILED_NO_SPACE + self - 1)
 
 
 _HEADER_WORDS: Final = 256  # words, then session name text
@@ -300,7 +330,8 @@ class SessionPage:
 
     def add_tier(self, tier_idx: int, word: TierWord, value: int) -> None:
         """Add to a counter; only its one writer, one thread at a time, may."""
-        self.words[self.tier_base(tier_idx) + word] += value
+        at = self.tier_base(tier_idx) + word
+        self.words[at] = (self.words[at] + value) & MAX_WORD
 
     @property
     def num_tiers(self) -> int:
@@ -320,9 +351,10 @@ class SessionPage:
     def set_tier_error(self, tier_idx: int, text: str) -> None:
         """Record a tier's last error; the supervisor only."""
         word = self.tier_base(tier_idx) + TierWord.TEXT_SEQ
-        self.words[word] += 1
+        odd = self.words[word] | 1
+        self.words[word] = odd
         self._write_text(self._text_word(tier_idx) + _TIER_TEXT_WORDS // 2, text)
-        self.words[word] += 1
+        self.words[word] = (odd + 1) & MAX_WORD
 
     def tier_error(self, tier_idx: int) -> str:
         """Return a tier's last error, "" if none or while it is written."""

@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format="shmoffload: %(message)s"
     )
+    logging.getLogger("shmoffload").setLevel(logging.INFO)  # a tier's limits
     channel = Channel.from_fd(args.jobs_fd)
     try:
         config = wire_config.decode(process.read_all(args.config_fd))

@@ -22,9 +22,14 @@ class Breaker:
         self._backoff_s = 0.0
         self.retry_at_s = 0.0
 
+    @property
+    def is_open(self) -> bool:
+        """Calls fail again and again, and none has succeeded since."""
+        return self._num_failures >= _FAILURES_TO_OPEN
+
     def allows(self, *, now_s: float) -> bool:
         """Say whether a call may be made now."""
-        return self._num_failures < _FAILURES_TO_OPEN or now_s >= self.retry_at_s
+        return not self.is_open or now_s >= self.retry_at_s
 
     def on_result(self, *, ok: bool, now_s: float) -> bool:
         """Count a call's outcome; True when the breaker has just opened."""

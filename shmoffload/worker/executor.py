@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from shmoffload.errors import TierError
-from shmoffload.wire.layout import HEADER_BYTES, header_matches, seal_header
-from shmoffload.wire.session import TierWord
+from shmoffload.wire.session import Fault, TierWord
 from shmoffload.worker.breaker import Breaker
+from shmoffload.worker.faults import StorageGoneError, fault_of
+from shmoffload.worker.seal import Sealer
 from shmoffload.worker.tier import BlockStatus
 
 if TYPE_CHECKING:
@@ -52,11 +53,13 @@ class Outcome:
         failed: positions in the job's keys.
         removed: keys that the tier no longer holds.
         error: words for the first failure.
+        fault: why the last call's blocks were refused, if some were.
     """
 
     failed: list[int] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
     error: str = ""
+    fault: Fault = Fault.OTHER
 
     def fail(self, positions: Sequence[int], error: str) -> None:
         """Add failed positions; the first words stay."""
@@ -77,7 +80,7 @@ class Executor:
     ) -> None:
         self._tier = tier
         self._region = region
-        self._namespace = region.namespace
+        self._sealer = Sealer(region)
         self._queues = queues
         self._replies = replies
         self._counters = counters
@@ -87,6 +90,7 @@ class Executor:
 
     def start(self, *, num_load_threads: int) -> None:
         """Start the threads; daemons, since a hung tier call cannot be joined."""
+        self._counters.set(TierWord.BACKING_OFF, 0)  # the last worker's
         num_loads = min(num_load_threads, self._tier.caps.max_threads)
         for is_promotion in (False, *[True] * num_loads):
             thread = threading.Thread(
@@ -100,6 +104,11 @@ class Executor:
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+        return self.has_stopped
+
+    @property
+    def has_stopped(self) -> bool:
+        """No thread of it is in the tier."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, is_promotion: bool) -> None:
@@ -113,6 +122,9 @@ class Executor:
                 self._answer(job, outcome)
                 self._queues.done()
                 self._counters.set(TierWord.JOBS_QUEUED, len(self._queues))
+        except StorageGoneError as error:
+            logger.error("%s", error)  # noqa: TRY400  (the sentence says it all)
+            os._exit(1)
         except BaseException:
             # A worker without this thread would take jobs and never answer them.
             # Its death is an answer: all its jobs fail, it is started anew.
@@ -198,7 +210,7 @@ class Executor:
         if not todo:
             return
         for i in todo:
-            self._seal(job.keys[i], job.slots[i])
+            self._sealer.seal(job.keys[i], job.slots[i])
         statuses = self._call(self._tier.put, job, todo, outcome)
         failed = [
             i for i, s in zip(todo, statuses, strict=True) if s is not BlockStatus.OK
@@ -212,10 +224,20 @@ class Executor:
                 TierWord.BLOCKS_FAILED: len(failed),
             }
         )
-        if self._breaker.on_result(ok=num_written > 0, now_s=time.monotonic()):
+        self._judge_stores(outcome, ok=num_written > 0)
+
+    def _judge_stores(self, outcome: Outcome, *, ok: bool) -> None:
+        """Open or close the breaker, and say in the page why it is open."""
+        was_open = self._breaker.is_open
+        has_opened = self._breaker.on_result(ok=ok, now_s=time.monotonic())
+        is_open = self._breaker.is_open
+        self._counters.set(TierWord.BACKING_OFF, outcome.fault if is_open else 0)
+        if has_opened:
             logger.warning(
                 "stores fail again and again: %s; backing off", outcome.error
             )
+        elif was_open and not is_open:
+            logger.warning("stores work again")
 
     def _note_use(self, job: Job, outcome: Outcome) -> None:
         """Make the first block of a job in pieces the most recently used.
@@ -234,11 +256,6 @@ class Executor:
             outcome.error = outcome.error or str(error) or type(error).__name__
             return [False] * len(keys)
 
-    def _seal(self, key: bytes, slot: int) -> None:
-        # One assignment, never cleared first: another tier's worker may read it.
-        header = seal_header(key, self._region.slot_view(slot), self._namespace)
-        self._region.header_view(slot)[:HEADER_BYTES] = header
-
     # Loads, in a load thread ------------------------------------------------------
 
     def _run_load(self, job: Job, outcome: Outcome) -> None:
@@ -252,7 +269,9 @@ class Executor:
         bad = []
         for i, got in zip(piece, statuses, strict=True):
             status = got
-            if status is BlockStatus.OK and not self._verify(job.keys[i], job.slots[i]):
+            if status is BlockStatus.OK and not self._sealer.is_whole(
+                job.keys[i], job.slots[i]
+            ):
                 status = BlockStatus.BAD
             tally[status] += 1
             if status is BlockStatus.OK:
@@ -278,14 +297,6 @@ class Executor:
             logger.warning("%d blocks were not what was stored; deleted", len(bad))
             self._delete(bad, job.deadline_s)
 
-    def _verify(self, key: bytes, slot: int) -> bool:
-        return header_matches(
-            self._region.header_view(slot),
-            key,
-            self._region.slot_view(slot),
-            self._namespace,
-        )
-
     def _delete(self, keys: list[bytes], deadline_s: float) -> None:
         try:
             self._tier.delete(keys, deadline_s)
@@ -302,9 +313,13 @@ class Executor:
         """Call the tier; whatever it raises is FAIL for all its blocks."""
         keys = [job.keys[i] for i in positions]
         slots = [job.slots[i] for i in positions]
+        fault = Fault.OTHER
         try:
             statuses = call(keys, slots, job.deadline_s)
+        except StorageGoneError:
+            raise  # a worker that cannot store any more gives way to a new one
         except (OSError, TierError) as error:
+            fault = fault_of(error)
             outcome.error = outcome.error or str(error)
         except Exception as error:  # a bug of a tier must not cost the job its answer
             logger.exception("the tier broke")
@@ -312,6 +327,19 @@ class Executor:
         else:
             outcome.error = outcome.error or self._tier.take_words()
             if len(statuses) == len(keys):
+                self._count_faults(outcome, statuses.count(BlockStatus.FAIL))
                 return statuses
             outcome.error = outcome.error or "the tier answered for other blocks"
+        self._tier.take_faults()  # of blocks that the whole call now speaks for
+        self._count_faults(outcome, len(keys), fault)
         return [BlockStatus.FAIL] * len(keys)
+
+    def _count_faults(
+        self, outcome: Outcome, num_blocks: int, rest: Fault = Fault.OTHER
+    ) -> None:
+        """Count ``num_blocks`` refused ones by fault, ``rest`` where nobody said."""
+        faults = self._tier.take_faults()
+        faults[rest] += max(0, num_blocks - faults.total())
+        self._counters.add({fault.word: n for fault, n in faults.items() if n})
+        if num_blocks:
+            outcome.fault = faults.most_common(1)[0][0]

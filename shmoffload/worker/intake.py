@@ -14,13 +14,16 @@ from __future__ import annotations
 import array
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shmoffload.core.types import GROUP_BYTES, MAX_KEY_BYTES
 from shmoffload.wire.messages import MAX_KEYS_PER_JOB
 
 if TYPE_CHECKING:
     from shmoffload.wire.messages import Incomplete, JobPart
+
+_LATEST_S: Final = 4e9
+"""126 years after boot. NaN would never pass, infinity overflows a wait."""
 
 
 @dataclass(slots=True)
@@ -52,6 +55,7 @@ class Intake:
         self._num_slots = num_slots
         self._epochs = (engine_epoch, worker_epoch)
         self._open: Job | None = None
+        self._cut: list[Job] = []
         self._num_left = 0
 
     def add(self, part: JobPart) -> Job | None:
@@ -61,7 +65,7 @@ class Intake:
         and its slots return to the engine at once rather than at the deadline.
 
         Raises:
-            BadPartError: of another incarnation, or out of order.
+            BadPartError: of another incarnation, or not the part that is due.
         """
         if (part.engine_epoch, part.worker_epoch) != self._epochs:
             raise BadPartError("a job of another incarnation")
@@ -71,8 +75,10 @@ class Intake:
                 raise BadPartError("the head of a job is missing")
             job = Job(part.job_id, part.is_promotion, part.deadline_s)
         elif (job.job_id, job.is_promotion) != (part.job_id, part.is_promotion):
+            job.error = job.error or "its last parts are missing"
+            self._cut.append(job)
             self._open = None
-            raise BadPartError("parts of two jobs are mixed")
+            return self.add(part)  # nothing is open: the head of a job, or refused
         elif part.num_left != self._num_left - len(part.keys):
             job.error = job.error or "parts of the job are missing"
         job.num_keys += len(part.keys)
@@ -84,6 +90,11 @@ class Intake:
         if not job.error and not _all_distinct(job):
             job.error = "a key or a slot occurs twice"
         return job
+
+    def take_cut(self) -> list[Job]:
+        """Return jobs that another one began in the middle of, to be refused."""
+        cut, self._cut = self._cut, []
+        return cut
 
     def note(self, notice: Incomplete) -> list[bytes]:
         """Return the keys that a request will not bring.
@@ -100,6 +111,8 @@ class Intake:
             return f"a key has not {GROUP_BYTES + 1} to {MAX_KEY_BYTES} bytes"
         if len(part.slots) != 4 * len(part.keys):
             return "keys and slots differ in number"
+        if not abs(part.deadline_s) <= _LATEST_S:
+            return f"its deadline is {part.deadline_s}, which is no time"
         return ""
 
     def _take(self, job: Job, part: JobPart) -> str:

@@ -27,7 +27,7 @@ from shmoffload.wire.messages import (
     Resident,
     encode_frame,
 )
-from shmoffload.wire.session import SessionPage, TierWord
+from shmoffload.wire.session import MAX_WORD, SessionPage, TierWord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -51,10 +51,12 @@ class Counters:
         self._lock = threading.Lock()
 
     def add(self, amounts: Mapping[TierWord, int]) -> None:
-        """Add to several counters."""
+        """Add to several counters; they wrap, whatever a stranger wrote there."""
+        words = self._words
         with self._lock:
             for word, amount in amounts.items():
-                self._words[self._base + word] += amount
+                at = self._base + word
+                words[at] = (words[at] + amount) & MAX_WORD
 
     def set(self, word: TierWord, value: int) -> None:
         """Set a gauge."""

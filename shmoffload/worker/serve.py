@@ -36,9 +36,11 @@ from shmoffload.wire.messages import (
     decode_to_worker,
 )
 from shmoffload.wire.session import SessionPage, TierWord
+from shmoffload.wire.sizes import format_size, parse_size
 from shmoffload.worker.executor import Executor
 from shmoffload.worker.intake import BadPartError, Intake, Job
 from shmoffload.worker.jobs import MAX_JOBS, JobQueues
+from shmoffload.worker.opening import PATIENCE_S, Opening
 from shmoffload.worker.registry import load_tier
 from shmoffload.worker.replies import Counters, Replies
 
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from shmoffload.wire.config import Config
-    from shmoffload.worker.tier import Region, Tier, TierLimits
+    from shmoffload.worker.tier import Region, TierLimits
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -89,7 +91,9 @@ class Worker:
         )
         self._queues = JobQueues()
         self._refusals: deque[JobDone] = deque()
+        self._num_dropped = 0
         self._is_told_to_stop = False
+        self._is_whole = False
 
     def run(self) -> int:
         """Serve until the end and return the exit code."""
@@ -100,18 +104,16 @@ class Worker:
             tier = load_tier(self._tier_config.type)()
         except TierConfigError as error:
             return self._refuse(error, is_config_error=True)
-        can_close = True
+        self._tier = tier
+        self._executor = Executor(
+            tier, self._region, self._queues, self._replies, self._counters
+        )
+        self._opening = Opening(tier, self._open)
         try:
-            self._tier = tier
-            limits = tier.open(self._tier_config, self._region, self._region.namespace)
-            executor = Executor(
-                tier, self._region, self._queues, self._replies, self._counters
-            )
-            if self._introduce(tier, limits):
-                can_close = False  # from here I/O threads are in the tier
-                executor.start(num_load_threads=self._tier_config.threads)
+            is_open = self._opening.wait(self._must_leave, patience_s=PATIENCE_S)
+            if is_open and self._introduce():
                 self._serve(wakeup)
-            can_close = executor.join(timeout_s=STOP_TIMEOUT_S)
+            self._executor.join(timeout_s=STOP_TIMEOUT_S)
             self._send_refusals()
         except (ConfigError, TierConfigError) as error:
             return self._refuse(error, is_config_error=True)
@@ -121,51 +123,102 @@ class Worker:
             logger.exception("tier %s broke", self._tier_config.name)
             return self._refuse(error, is_config_error=False)
         finally:
-            if can_close:
+            # Never under a thread that is still in it.
+            is_idle = self._opening.has_ended and self._executor.has_stopped
+            if is_idle:
                 tier.close()
             wakeup.close()
-        if not can_close:
-            logger.warning("tier %s hangs; leaving it open", self._tier_config.name)
+        if not is_idle:
+            what = "hangs" if self._opening.has_ended else "was still opening"
+            logger.warning("tier %s %s; leaving it open", self._tier_config.name, what)
         return EXIT_OK
+
+    def _open(self) -> TierLimits:
+        return self._tier.open(self._tier_config, self._region, self._region.namespace)
 
     # Start ------------------------------------------------------------------------
 
-    def _introduce(self, tier: Tier, limits: TierLimits) -> bool:
-        """Say Hello and all that is resident; False when nobody listens."""
-        keys = list(tier.resident())
-        usage = tier.usage()
+    def _introduce(self) -> bool:
+        """Say Hello and all that is resident; False when nobody listens.
+
+        Raises:
+            TierConfigError, TierError, OSError: the tier did not open.
+        """
+        is_whole = self._opening.has_ended  # looked at first: it may end just now
+        limits = self._opening.result()
+        keys = list(self._tier.resident()) if is_whole else []
         self._counters.set(TierWord.CAPACITY_BYTES, limits.capacity_bytes)
-        self._counters.set(TierWord.USED_BYTES, usage.num_bytes)
-        self._counters.set(TierWord.RESIDENT_BLOCKS, usage.num_blocks)
-        self._counters.set(TierWord.DIRECT_IO, int(tier.direct_io))
+        self._count_blocks()
         self._counters.set(TierWord.WORKER_READY, self._worker_epoch)
-        logger.info("tier %s: %s", self._tier_config.name, limits.words)
+        self._say_limits(limits)
         hello = Hello(
             self._worker_epoch,
             limits=limits.words,
             capacity_bytes=limits.capacity_bytes,
             num_resident=len(keys),
-            policy=tier.caps.policy,
+            policy=self._tier.caps.policy,
         )
-        if not self._say(hello):
+        if not self._say(hello) or not self._report(keys, is_last=True):
             return False
+        if is_whole:
+            self._start_io()
+        return True
+
+    def _look_for_the_rest(self) -> None:
+        """Report what was found after Hello, once it all is; then take jobs.
+
+        Raises:
+            TierConfigError, TierError, OSError: the search failed.
+        """
+        if self._is_whole or not self._opening.has_ended:
+            return
+        self._opening.result()
+        keys = list(self._tier.resident())
+        self._count_blocks()
+        logger.info("tier %s: found %d old blocks", self._tier_config.name, len(keys))
+        if self._report(keys, is_last=False):
+            self._start_io()
+
+    def _start_io(self) -> None:
+        self._is_whole = True
+        self._executor.start(num_load_threads=self._tier_config.threads)
+
+    def _count_blocks(self) -> None:
+        usage = self._tier.usage()
+        self._counters.set(TierWord.USED_BYTES, usage.num_bytes)
+        self._counters.set(TierWord.RESIDENT_BLOCKS, usage.num_blocks)
+        self._counters.set(TierWord.DIRECT_IO, int(self._tier.direct_io))
+
+    def _report(self, keys: list[bytes], *, is_last: bool) -> bool:
+        """Tell keys in frames; the last one says ``is_last``. False: nobody listens."""
         for start in range(0, max(1, len(keys)), MAX_KEYS_PER_FRAME):
             end = start + MAX_KEYS_PER_FRAME
             report = Resident(
-                self._worker_epoch, added=keys[start:end], is_last=end >= len(keys)
+                self._worker_epoch,
+                added=keys[start:end],
+                is_last=is_last and end >= len(keys),
             )
             if not self._say(report):
                 return False
         return True
 
+    def _say_limits(self, limits: TierLimits) -> None:
+        config = self._tier_config
+        floor = ""
+        if config.path is not None:
+            min_free = format_size(parse_size(config.min_free, key="min_free"))
+            floor = f", {min_free} are kept free in {config.path}"
+        logger.info("tier %s: at most %s%s", config.name, limits.words, floor)
+
     def _say(self, message: Hello | Resident) -> bool:
         """Send before serving; an engine that starts slowly is waited for."""
+        return self._replies.send(
+            message, give_up=self._must_leave, turn_s=self._heartbeat_s
+        )
 
-        def must_leave() -> bool:
-            self._beat()
-            return self._is_told_to_stop or os.getppid() != self._parent_pid
-
-        return self._replies.send(message, give_up=must_leave, turn_s=self._heartbeat_s)
+    def _must_leave(self) -> bool:
+        self._beat()
+        return self._is_told_to_stop or os.getppid() != self._parent_pid
 
     def _refuse(self, error: Exception, *, is_config_error: bool) -> int:
         """Say why the tier is not open; return the exit code."""
@@ -204,11 +257,13 @@ class Worker:
         try:
             while not self._is_told_to_stop:
                 self._beat()
+                self._look_for_the_rest()
                 self._send_refusals()
                 if len(self._refusals) >= MAX_JOBS:
                     time.sleep(_RETRY_REFUSALS_S)  # an engine that does not listen
                     continue
-                soon = _RETRY_REFUSALS_S if self._refusals else self._heartbeat_s
+                is_soon = self._refusals or not self._is_whole
+                soon = _RETRY_REFUSALS_S if is_soon else self._heartbeat_s
                 poller.poll(min(soon, self._heartbeat_s) * 1000)
                 if os.getppid() != self._parent_pid:
                     raise ChannelClosedError("the supervisor is gone")  # noqa: TRY301
@@ -233,20 +288,40 @@ class Worker:
                 return
             num_keys = 0
             try:
-                for message in decode_to_worker(frame):
+                messages = decode_to_worker(frame)
+            except msgspec.DecodeError as error:
+                self._drop(error)
+                messages = []
+            for message in messages:
+                try:
                     if isinstance(message, JobPart):
                         num_keys += len(message.keys)
-                        self._take(self._intake.add(message))
+                        self._take_part(message)
                     elif isinstance(message, Incomplete):
                         self._tell(message.req_id, self._intake.note(message))
-            except (msgspec.DecodeError, UnicodeDecodeError, BadPartError) as error:
-                logger.warning("a frame was dropped: %s", error)
-                self._counters.add({TierWord.GARBAGE_FRAMES: 1})
+                except BadPartError as error:  # the rest of its frame still counts
+                    self._drop(error)
             self._counters.add(
                 {
                     TierWord.QUEUE_BYTES_IN: len(frame),
                     TierWord.QUEUE_KEYS: num_keys,
                 }
+            )
+
+    def _take_part(self, part: JobPart) -> None:
+        try:
+            self._take(self._intake.add(part))
+        finally:
+            for job in self._intake.take_cut():
+                self._take(job)
+
+    def _drop(self, error: Exception) -> None:
+        """Count garbage; say it more and more rarely: the log is on a disk, too."""
+        self._counters.add({TierWord.GARBAGE_FRAMES: 1})
+        self._num_dropped += 1
+        if self._num_dropped & (self._num_dropped - 1) == 0:
+            logger.warning(
+                "garbage was dropped (%d so far): %s", self._num_dropped, error
             )
 
     def _tell(self, req_id: str, keys: list[bytes]) -> None:
@@ -260,6 +335,8 @@ class Worker:
             return
         if job.error:
             self._counters.add({TierWord.GARBAGE_FRAMES: 1})
+        elif not self._is_whole:
+            job.error = "the tier is still looking for its old blocks"
         elif self._queues.put(job):
             self._counters.set(TierWord.JOBS_QUEUED, len(self._queues))
             return

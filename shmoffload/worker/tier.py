@@ -17,16 +17,19 @@ import enum
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from shmoffload.core.types import OffloadPolicy
 from shmoffload.errors import TierError
+from shmoffload.worker.faults import fault_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from shmoffload.wire.config import TierConfig
+    from shmoffload.wire.session import Fault
 
 
 class BlockStatus(enum.IntEnum):
@@ -130,10 +133,10 @@ def check_deadline(deadline_s: float) -> None:
 class Tier(ABC):
     """One store of blocks behind the primary; lives in its own worker process.
 
-    ``open`` and ``close`` run alone, on the main thread. ``put`` is called by one
-    thread at a time; ``get``, ``exists``, ``delete`` and ``usage`` by several
-    threads, beside a ``put``. All may block; ``deadline_s`` (CLOCK_MONOTONIC) is
-    when nobody waits any more: a tier that can give up then returns FAIL, one that
+    ``open`` and ``close`` run alone, ``open`` on a thread of its own. ``put`` is
+    called by one thread at a time; ``get``, ``exists``, ``delete`` and ``usage`` by
+    several threads, beside a ``put``. All may block; ``deadline_s`` (CLOCK_MONOTONIC)
+    is when nobody waits any more: a tier that can give up then returns FAIL, one that
     cannot is killed. A whole failed call may raise OSError or ``TierError``.
     """
 
@@ -142,8 +145,13 @@ class Tier(ABC):
     direct_io = False
     """True while O_DIRECT is in use; shown in the session page."""
 
+    early_limits: TierLimits | None = None
+    """Set within ``open`` once nothing can refuse any more and only the search for
+    old blocks is left. If that takes long the tier is up before it ends; no other
+    call but ``usage`` is made until it has."""
+
     def __init__(self) -> None:
-        self._words = threading.local()
+        self._said = threading.local()
 
     @abstractmethod
     def open(self, config: TierConfig, region: Region, namespace: bytes) -> TierLimits:
@@ -211,13 +219,28 @@ class Tier(ABC):
         """Return the keys that ``put`` evicted since the last call."""
         return []
 
-    def fail(self, error: BaseException) -> BlockStatus:
-        """Return FAIL and keep the error's words for the job's answer."""
-        self._words.text = str(error)
+    def fail(self, error: BaseException, num_blocks: int = 1) -> BlockStatus:
+        """Return FAIL; keep the error's words for the answer, its kind for counters.
+
+        Args:
+            error: what the system said.
+            num_blocks: how many blocks of the call get this status.
+        """
+        self._said.text = str(error)
+        faults = getattr(self._said, "faults", None)
+        if faults is None:
+            faults = self._said.faults = Counter()
+        faults[fault_of(error)] += num_blocks
         return BlockStatus.FAIL
 
     def take_words(self) -> str:
         """Return the words that ``fail`` kept on this thread, once."""
-        text: str = getattr(self._words, "text", "")
-        self._words.text = ""
+        text: str = getattr(self._said, "text", "")
+        self._said.text = ""
         return text
+
+    def take_faults(self) -> Counter[Fault]:
+        """Return the blocks that ``fail`` counted on this thread, once."""
+        faults: Counter[Fault] | None = getattr(self._said, "faults", None)
+        self._said.faults = None
+        return faults or Counter()

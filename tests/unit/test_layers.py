@@ -156,6 +156,9 @@ def test_the_reader_of_imports_sees_every_form():
         "shmoffload.worker.tiers.memory",
         "shmoffload.supervisor.__main__",
         "shmoffload.cli.status",
+        "shmoffload.cli.doctor",
+        "shmoffload.cli.clean",
+        "shmoffload.cli.verify",
         "shmoffload.engine",
     ],
 )

@@ -39,7 +39,8 @@ class FreeExtents:
         free = cls()
         at = 0
         for slot in sorted(used):
-            free.add(at, slot - at)
+            if slot > at:  # not a call for each of a million slots
+                free.add(at, slot - at)
             at = slot + 1
         free.add(at, num_slots - at)
         return free

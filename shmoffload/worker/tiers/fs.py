@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from shmoffload.core.types import GROUP_BYTES, MAX_KEY_BYTES
 from shmoffload.errors import TierError
 from shmoffload.wire.sizes import format_size, parse_size
+from shmoffload.worker.faults import NoSpaceError, StorageGoneError
 from shmoffload.worker.tier import (
     BlockStatus,
     Caps,
@@ -35,7 +36,7 @@ from shmoffload.worker.tier import (
     TierUsage,
     check_deadline,
 )
-from shmoffload.worker.tiers.lru import PinnedLru
+from shmoffload.worker.tiers.lru import Entry, PinnedLru
 from shmoffload.worker.tiers.place import (
     Place,
     bound_of,
@@ -141,6 +142,8 @@ class FsTier(Tier):
                 check_deadline(deadline_s)
                 self._make_room()
                 self._write(key, self._region.stride_view(slot))
+            except StorageGoneError:
+                raise
             except (OSError, TierError) as error:
                 statuses.append(self.fail(error))
                 continue
@@ -153,7 +156,9 @@ class FsTier(Tier):
         """Evict until one more file keeps both bounds; the temporary one counts.
 
         Raises:
-            TierError: others filled the file system, or all is being read.
+            NoSpaceError: others filled the file system.
+            TierError: all is being read.
+            OSError: a victim's file cannot be removed.
         """
         assert self._place is not None
         self._evict(max(0, len(self._lru) + 1 - self._max_blocks))
@@ -164,27 +169,40 @@ class FsTier(Tier):
             self._evict(1)
         free = self._place.free_bytes()
         if free < need:
-            raise TierError(
+            raise NoSpaceError(
                 f"{format_size(free)} free in {shown(self._place.path)}, min_free "
                 f"keeps {format_size(self._min_free)}"
             )
 
     def _evict(self, num_blocks: int) -> None:
+        """Remove the least recently used files that nobody reads.
+
+        Raises:
+            OSError: a file stays, and so does its block: it takes up space.
+        """
         for _ in range(num_blocks):
             with self._lock:
                 victim = self._lru.evict()
-                if victim is None:
-                    return
+            if victim is None:
+                return
+            try:
+                self._unlink(victim[0])
+            except OSError:
+                with self._lock:
+                    self._lru.insert(victim[0], None)
+                raise
+            with self._lock:
                 self._evicted.append(victim[0])
-            self._unlink(victim[0])
 
     def _write(self, key: bytes, view: memoryview) -> None:
         """Write a temporary file and give it its name; leaves none behind.
 
         Raises:
             OSError: nothing is there under the key's name.
+            StorageGoneError: the tier's directory was removed.
         """
         assert self._place is not None
+        self._place.require_here()
         self._num_temp += 1
         temp = f"{self._temp_prefix}-{self._num_temp}.tmp"
         fd = self._place.open_file(temp, os.O_WRONLY | os.O_CREAT, fresh=True)
@@ -194,16 +212,21 @@ class FsTier(Tier):
                     view = view[os.write(fd, view) :]
             finally:
                 os.close(fd)
-            os.rename(
-                temp,
-                _file_of(key),
-                src_dir_fd=self._place.dir_fd,
-                dst_dir_fd=self._place.dir_fd,
-            )
+            self._give_name(temp, key)
         except OSError:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temp, dir_fd=self._place.dir_fd)
             raise
+
+    def _give_name(self, temp: str, key: bytes) -> None:
+        assert self._place is not None
+        place = self._place
+        names = {"src_dir_fd": place.dir_fd, "dst_dir_fd": place.dir_fd}
+        try:
+            os.rename(temp, _file_of(key), **names)
+        except FileNotFoundError:  # somebody tidied up behind our back
+            os.close(place.open_directory(_file_of(key)[:2]))
+            os.rename(temp, _file_of(key), **names)
 
     def get(
         self, keys: Sequence[bytes], slots: Sequence[int], deadline_s: float
@@ -213,7 +236,9 @@ class FsTier(Tier):
             entries = self._lru.pin_all(keys)
         try:
             return [
-                BlockStatus.MISS if entry is None else self._get(key, slot, deadline_s)
+                BlockStatus.MISS
+                if entry is None
+                else self._get(key, slot, entry, deadline_s)
                 for key, slot, entry in zip(keys, slots, entries, strict=True)
             ]
         finally:
@@ -222,13 +247,16 @@ class FsTier(Tier):
                     if entry is not None:
                         self._lru.unpin(entry)
 
-    def _get(self, key: bytes, slot: int, deadline_s: float) -> BlockStatus:
+    def _get(
+        self, key: bytes, slot: int, entry: Entry[None], deadline_s: float
+    ) -> BlockStatus:
         try:
             check_deadline(deadline_s)
             return self._read(key, self._region.stride_view(slot))
         except FileNotFoundError:  # somebody tidied up behind our back
             with self._lock:
-                self._lru.remove(key)
+                if not entry.gone:  # else the key may be another, newer block's
+                    self._lru.remove(key)
             return BlockStatus.MISS
         except (OSError, TierError) as error:
             return self.fail(error)
@@ -256,12 +284,17 @@ class FsTier(Tier):
         return BlockStatus.OK
 
     def delete(self, keys: Sequence[bytes], deadline_s: float) -> None:
-        """See ``Tier.delete``."""
-        for key in keys:
-            with self._lock:
-                known = self._lru.remove(key) is not None
-            if known:
+        """See ``Tier.delete``; all are forgotten, whatever becomes of their files."""
+        with self._lock:
+            known = [key for key in keys if self._lru.remove(key) is not None]
+        refusals = []
+        for key in known:
+            try:
                 self._unlink(key)
+            except OSError as error:
+                refusals.append(error)
+        if refusals:
+            raise refusals[0]
 
     def _unlink(self, key: bytes) -> None:
         assert self._place is not None

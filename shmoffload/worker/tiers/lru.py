@@ -15,7 +15,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 V = TypeVar("V")
 
@@ -60,6 +60,12 @@ class PinnedLru(Generic[V]):
         """Add an absent key as the most recently used."""
         assert key not in self._entries
         self._entries[key] = Entry(value)
+
+    def fill(self, values: Mapping[bytes, V]) -> None:
+        """Start from keys and values, least recently used first."""
+        assert not self._entries
+        entries = map(Entry, values.values())
+        self._entries = OrderedDict(zip(values, entries, strict=True))
 
     def touch(self, key: bytes) -> bool:
         """Make a key the most recently used; False if it is absent."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from shmoffload.errors import TierConfigError
 from shmoffload.wire.sizes import format_size, parse_size
+from shmoffload.worker.faults import StorageGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,6 +103,18 @@ class Place:
         """Free bytes of the file system that this user may take."""
         stats = os.fstatvfs(self.dir_fd)
         return stats.f_bavail * stats.f_frsize
+
+    def require_here(self) -> None:
+        """Refuse to go on in a directory that somebody has removed.
+
+        Raises:
+            StorageGoneError: what is written there can never be found again.
+        """
+        if os.fstat(self.dir_fd).st_nlink == 0:
+            raise StorageGoneError(
+                f"{shown(self.path)} was removed while tier {self.name} used it: its "
+                f"worker starts again with an empty one"
+            )
 
     def open_file(self, name: str, flags: int, *, fresh: bool = False) -> int:
         """Open a file of ours in the place, 0600, never through a symlink.

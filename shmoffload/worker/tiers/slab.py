@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from shmoffload.errors import TierConfigError, TierError
 from shmoffload.wire.layout import key_of_header
 from shmoffload.wire.sizes import format_size
+from shmoffload.worker.faults import StorageGoneError
 from shmoffload.worker.tier import (
     BlockStatus,
     Caps,
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
     from shmoffload.wire.config import TierConfig
     from shmoffload.worker.tier import Region
 
-_SCAN_S: Final = 5.0
+_SCAN_S: Final = 600.0
+_MANY_SLOTS: Final = 50_000  # 0.1 s; fewer are always waited for
 logger = logging.getLogger(__name__)
 
 
@@ -85,7 +87,29 @@ class SlabTier(Tier):
         refusal = no_room(config, self._place, missing, f"a slab of {num_slots} blocks")
         if not has_room(config, self._place, missing):
             raise refusal
-        rows = self._load_index(config, num_slots)
+        num_old = self._file.num_slots
+        why = self._find_index()
+        if why and num_old == 0:
+            why = ""
+            assert self._index is not None
+            self._index.create(())  # before the slab takes all the space
+        self._resize(num_slots, refusal)
+        capacity = num_slots * self._stride
+        limits = TierLimits(f"{num_slots} blocks, {format_size(capacity)}", capacity)
+        self.direct_io = self._file.direct
+        self.early_limits = limits if num_old >= _MANY_SLOTS else None
+        self._table = SlabTable(num_slots, self._rows(num_old, num_slots, why))
+        return limits
+
+    def _resize(self, num_slots: int, refusal: TierConfigError) -> None:
+        """Give the slab its size.
+
+        Raises:
+            TierConfigError: it has no room, or is larger than a file may be.
+            OSError: the system refused; may work later.
+        """
+        assert self._place is not None
+        assert self._file is not None
         try:
             with self._place.refusals(SLAB_NAME):
                 self._file.resize(num_slots)
@@ -98,10 +122,6 @@ class SlabTier(Tier):
                     f"raise the limit of this user (ulimit -f), or lower max_bytes"
                 ) from error
             raise
-        self._table = SlabTable(num_slots, rows)
-        self.direct_io = self._file.direct
-        capacity = num_slots * self._stride
-        return TierLimits(f"{num_slots} blocks, {format_size(capacity)}", capacity)
 
     def _wanted_slots(self, config: TierConfig) -> int:
         assert self._place is not None
@@ -113,33 +133,43 @@ class SlabTier(Tier):
             raise no_block(self._stride, self._place)
         return num_slots
 
-    def _load_index(
-        self, config: TierConfig, num_slots: int
-    ) -> list[tuple[bytes, int]]:
-        """Open the index and return its rows; make it again if it is of no use.
+    def _find_index(self) -> str:
+        """Open the index; return why it is of no use, "" if it is.
 
         Empty beside a slab is as useless as damaged: somebody removed it.
         """
-        assert self._file is not None
-        why = "it was empty"
         try:
             self._open_index()
-            assert self._index is not None
-            if not self._index.is_new:
-                return self._known_rows(num_slots)
         except IndexDamagedError as error:
-            why = str(error)
             self._discard_index()
+            return str(error)
         assert self._index is not None
-        rows = self._scanned_rows(num_slots)
+        return "it was empty" if self._index.is_new else ""
+
+    def _rows(self, num_old: int, num_slots: int, why: str) -> list[tuple[bytes, int]]:
+        """Return the old blocks' (key, slot), from the index or else the slab.
+
+        Args:
+            num_old: slots that the slab had before this start.
+            num_slots: slots that it has now.
+            why: the index is of no use.
+        """
+        if not why:
+            try:
+                return self._known_rows(num_old, num_slots)
+            except IndexDamagedError as error:
+                why = str(error)
+                self._discard_index()
+        rows = self._scanned_rows(min(num_old, num_slots))
+        assert self._index is not None
+        assert self._place is not None
         self._index.create(rows)
-        if self._file.num_slots > 0:
-            logger.warning(
-                "tier %s: its index was unusable (%s); %d blocks found in the slab",
-                config.name,
-                why,
-                len(rows),
-            )
+        logger.warning(
+            "tier %s: its index was unusable (%s); %d blocks found in the slab",
+            self._place.name,
+            why,
+            len(rows),
+        )
         return rows
 
     def _open_index(self) -> None:
@@ -166,25 +196,23 @@ class SlabTier(Tier):
                 f"no index can be made in {shown(self._place.path)} ({error})"
             ) from error
 
-    def _known_rows(self, num_slots: int) -> list[tuple[bytes, int]]:
+    def _known_rows(self, num_old: int, num_slots: int) -> list[tuple[bytes, int]]:
         """Return the rows whose bytes are there and stay there."""
-        assert self._file is not None
         assert self._index is not None
-        rows = self._index.load_all(max(num_slots, self._file.num_slots))
-        end = min(num_slots, self._file.num_slots)
+        rows = self._index.load_all(max(num_slots, num_old))
+        end = min(num_slots, num_old)
         kept = [row for row in rows if row[1] < end]
         if len(kept) < len(rows):
             self._index.drop_beyond(end)
         return kept
 
     def _scanned_rows(self, num_slots: int) -> list[tuple[bytes, int]]:
-        """Return the blocks that their headers name."""
+        """Return the blocks that their headers name, in the first ``num_slots``."""
         assert self._file is not None
         found = {
             key: slot
-            for slot, header in self._file.headers(timeout_s=_SCAN_S)
-            if slot < num_slots
-            and (key := key_of_header(header, self._namespace)) is not None
+            for slot, header in self._file.headers(num_slots, timeout_s=_SCAN_S)
+            if (key := key_of_header(header, self._namespace)) is not None
         }
         return list(found.items())
 
@@ -196,8 +224,14 @@ class SlabTier(Tier):
     def put(
         self, keys: Sequence[bytes], slots: Sequence[int], deadline_s: float
     ) -> list[BlockStatus]:
-        """See ``Tier.put``; written in as few runs as the free space allows."""
+        """See ``Tier.put``; written in as few runs as the free space allows.
+
+        Raises:
+            StorageGoneError: directory or slab were removed.
+            TierError: the index refused.
+        """
         assert self._file is not None
+        self._require_here()
         statuses = [BlockStatus.OK] * len(keys)
         with self._lock:
             there = self._table.lru.touch_all(keys)
@@ -225,6 +259,15 @@ class SlabTier(Tier):
         self.direct_io = self._file.direct
         self._publish(keys, written, reserved, statuses)
         return statuses
+
+    def _require_here(self) -> None:
+        assert self._place is not None
+        self._place.require_here()
+        if self._file is not None and self._file.is_gone:
+            raise StorageGoneError(
+                f"{SLAB_NAME} in {shown(self._place.path)} was removed while tier "
+                f"{self._place.name} used it: its worker starts again with an empty one"
+            )
 
     def _publish(
         self,
@@ -280,8 +323,8 @@ class SlabTier(Tier):
         try:
             for first, positions in runs_of(pairs, stride=self._stride):
                 views = [self._region.stride_view(slots[i]) for i in positions]
-                status = self._read(views, first, deadline_s)
-                for i in positions:
+                got = self._read(views, first, deadline_s)
+                for i, status in zip(positions, got, strict=True):
                     statuses[i] = status
         finally:
             with self._lock:
@@ -292,15 +335,27 @@ class SlabTier(Tier):
 
     def _read(
         self, views: list[memoryview], first: int, deadline_s: float
-    ) -> BlockStatus:
+    ) -> list[BlockStatus]:
+        """Read a run; if the system refuses it, block by block: one may be bad."""
         assert self._file is not None
         try:
             check_deadline(deadline_s)
-            whole = self._file.read(views, first)
-        except (OSError, TierError) as error:
-            return self.fail(error)
+            num_whole = self._file.read(views, first)
+        except OSError as error:
+            if len(views) == 1:
+                return [self.fail(error)]
+            return [
+                status
+                for i, view in enumerate(views)
+                for status in self._read([view], first + i, deadline_s)
+            ]
+        except TierError as error:
+            return [self.fail(error, len(views))] * len(views)
         self.direct_io = self._file.direct
-        return BlockStatus.OK if whole else BlockStatus.BAD
+        return [
+            BlockStatus.OK if i < num_whole else BlockStatus.BAD
+            for i in range(len(views))
+        ]
 
     def delete(self, keys: Sequence[bytes], deadline_s: float) -> None:
         """See ``Tier.delete``; rows go with the next put, or at ``close``."""

@@ -69,6 +69,11 @@ class SlabFile:
         """Whole slots that the file holds now."""
         return os.fstat(self._fd).st_size // self._stride
 
+    @property
+    def is_gone(self) -> bool:
+        """Somebody removed the file: what is in it ends with this process."""
+        return os.fstat(self._fd).st_nlink == 0
+
     def missing_bytes(self, num_slots: int) -> int:
         """Bytes that the disk still has to give for ``num_slots``."""
         return num_slots * self._stride - os.fstat(self._fd).st_blocks * 512
@@ -96,24 +101,27 @@ class SlabFile:
         Raises:
             OSError: the slots hold garbage now.
         """
-        if not self._transfer(os.pwritev, views, slot * self._stride):
+        num_bytes = len(views) * self._stride
+        if self._transfer(os.pwritev, views, slot * self._stride) < num_bytes:
             raise OSError(errno.EIO, "the system wrote nothing")
 
-    def read(self, views: Sequence[memoryview], slot: int) -> bool:
-        """Read consecutive slots; False when the file ends before.
+    def read(self, views: Sequence[memoryview], slot: int) -> int:
+        """Read consecutive slots; return how many lie wholly in the file.
 
         Raises:
-            OSError: the system refused.
+            OSError: the system refused one of them.
         """
-        return self._transfer(os.preadv, views, slot * self._stride)
+        return self._transfer(os.preadv, views, slot * self._stride) // self._stride
 
     def _transfer(
         self,
         call: Callable[[int, Sequence[memoryview], int], int],
         views: Sequence[memoryview],
         offset: int,
-    ) -> bool:
+    ) -> int:
+        """Return the bytes done: all, or what there was before the end of file."""
         left = list(views)
+        start = offset
         direct = self.direct
         while left:
             try:
@@ -125,17 +133,19 @@ class SlabFile:
                 direct = False
                 continue
             if done == 0:
-                return False
+                break
             if done % PAGE_BYTES:
                 direct = False  # the rest starts where O_DIRECT refuses to
             offset += done
             left = _skip(left, done)
-        return True
+        return offset - start
 
-    def headers(self, *, timeout_s: float) -> Iterator[tuple[int, memoryview]]:
-        """Yield (slot, header bytes) of all slots until the time is up."""
+    def headers(
+        self, num_slots: int, *, timeout_s: float
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yield (slot, header bytes) of the first slots until the time is up."""
         deadline_s = time.monotonic() + timeout_s
-        for slot in range(self.num_slots):
+        for slot in range(num_slots):
             if slot % 64 == 0 and time.monotonic() > deadline_s:
                 return
             at = (slot + 1) * self._stride - PAGE_BYTES

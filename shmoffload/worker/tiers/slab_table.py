@@ -35,18 +35,14 @@ class SlabTable:
         self.num_slots = num_slots
         self.lru: PinnedLru[int] = PinnedLru()
         self._stale: set[int] = set()
-        key_by_slot: dict[int, bytes] = {}
-        slot_by_key: dict[bytes, int] = {}
-        for key, slot in rows:
-            old = slot_by_key.pop(key, None)
-            if old is not None:
-                del key_by_slot[old]
-                self._stale.add(old)
-            slot_by_key[key] = slot
-            key_by_slot[slot] = key
-        for key, slot in slot_by_key.items():
-            self.lru.insert(key, slot)
-        self._free = FreeExtents.from_used(key_by_slot.keys() | self._stale, num_slots)
+        rows = list(rows)
+        slot_by_key = dict(rows)
+        used: Iterable[int] = slot_by_key.values()
+        if len(slot_by_key) < len(rows) or len(set(used)) < len(rows):
+            slot_by_key, self._stale = _last_of_each(rows)
+            used = self._stale.union(slot_by_key.values())
+        self.lru.fill(slot_by_key)
+        self._free = FreeExtents.from_used(used, num_slots)
 
     def make_room(self, num_slots: int) -> list[bytes]:
         """Evict until ``num_slots`` are free or stale, or nothing is evictable.
@@ -94,3 +90,19 @@ class SlabTable:
         """A reader of ``entry`` is through."""
         if self.lru.unpin(entry):
             self._stale.add(entry.value)
+
+
+def _last_of_each(
+    rows: Iterable[tuple[bytes, int]],
+) -> tuple[dict[bytes, int], set[int]]:
+    """Return key -> slot where neither occurs twice, and the slots left over."""
+    key_by_slot: dict[int, bytes] = {}
+    slot_by_key: dict[bytes, int] = {}
+    for key, slot in rows:
+        slot_by_key.pop(key_by_slot.get(slot, b""), None)
+        old = slot_by_key.pop(key, None)
+        if old is not None:
+            del key_by_slot[old]
+        slot_by_key[key] = slot
+        key_by_slot[slot] = key
+    return slot_by_key, {slot for _, slot in rows} - key_by_slot.keys()

@@ -63,7 +63,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(words, sentence, capsys):
 def test_help_names_every_verb(capsys):
     assert exit_code_of(["--help"]) == 0
     out = capsys.readouterr().out
-    for verb in ("serve", "status", "replay", "demo", "version"):
+    for verb in ("serve", "status", "doctor", "clean", "verify", "demo", "version"):
         assert f"  {verb} " in out
     assert exit_code_of([]) == 2
     assert exit_code_of(["status", "--help"]) == 0

@@ -14,7 +14,7 @@ from shmoffload.errors import BadInputError, NoSessionError
 from shmoffload.wire import names
 from shmoffload.wire.config import from_dict
 from shmoffload.wire.region import PrimaryRegion
-from shmoffload.wire.session import SessionPage, TierState, TierWord, Word
+from shmoffload.wire.session import Fault, SessionPage, TierState, TierWord, Word
 
 ROOT = Path(__file__).parents[3]
 HEALTHY, DEGRADED = 0, 1
@@ -99,6 +99,21 @@ def test_tier_that_is_not_up_degrades(page, owner, session_name, capsys, state):
     code, seen = look(session_name, capsys)
     assert code == DEGRADED
     assert seen["problems"] == [f"tier memory is {state.name}: killed by SIGKILL"]
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+def test_tier_that_takes_no_stores_degrades(page, owner, session_name, capsys, fault):
+    page.set_tier(0, TierWord.BACKING_OFF, fault)
+    page.set_tier(0, fault.word, 7)
+    code, seen = look(session_name, capsys)
+    assert (code, seen["tiers"][0]["backing_off"]) == (DEGRADED, fault.name)
+    what, todo = status_._REFUSALS[fault]
+    assert seen["problems"] == [f"tier fast takes no stores now ({what}): {todo}"]
+    status_.status_command(["--session", session_name])
+    out = capsys.readouterr().out
+    assert f"\nblocks refused by fast: 7 {what}, 3 corrupt, removed\n" in out
+    page.set_tier(0, TierWord.BACKING_OFF, 99)  # of a newer worker
+    assert look(session_name, capsys)[0] == HEALTHY
 
 
 def test_unknown_state_does_not_break_the_screen(page, owner, session_name, capsys):

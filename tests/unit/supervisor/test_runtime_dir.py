@@ -1,5 +1,6 @@
 """The runtime directory: whose it is, how long a path may be, one daemon each."""
 
+import fcntl
 import os
 import socket
 
@@ -74,7 +75,7 @@ def test_socket_works_whatever_the_length_of_its_path(where, monkeypatch, depth)
         assert channel is not None
         listener.accept()[0].close()
         channel.close()
-    assert [file.name for file in path.iterdir()] == ["s.lock"]
+    assert list(path.iterdir()) == []
 
 
 def test_one_daemon_a_session(where):
@@ -85,6 +86,37 @@ def test_one_daemon_a_session(where):
             pass
     with runtime_dir.listening("s"):
         pass
+
+
+def test_lock_that_was_removed_meanwhile_is_none(where, monkeypatch):
+    """A `clean` between open and flock: both daemons would hold "the" lock."""
+    real, removed = runtime_dir._lock, []
+
+    def lock(fd, session):
+        real(fd, session)
+        if len(removed) < 3:
+            (where / "s.lock").unlink()
+            removed.append(fd)
+
+    monkeypatch.setattr(runtime_dir, "_lock", lock)
+    with runtime_dir.listening("s"):
+        assert len(removed) == 3
+        with pytest.raises(SessionInUseError):
+            runtime_dir.listening("s").__enter__()
+    removed.clear()
+    monkeypatch.setattr(runtime_dir, "_LOCK_TRIES", 3)
+    with pytest.raises(StartError, match="removed again and again"):
+        runtime_dir.listening("s").__enter__()
+
+
+def test_a_look_at_the_lock_does_not_refuse_a_start(where, monkeypatch):
+    """`doctor` and `clean` hold it for an instant."""
+    where.mkdir(mode=0o700)
+    looking = [os.open(where / "s.lock", os.O_CREAT | os.O_RDWR)]
+    fcntl.flock(looking[0], fcntl.LOCK_EX)
+    monkeypatch.setattr(runtime_dir, "pause", lambda: os.close(looking.pop()))
+    with runtime_dir.listening("s"):
+        assert not looking
 
 
 def test_stale_socket_is_replaced(where):

@@ -309,7 +309,7 @@ def test_an_engine_owns_its_region_without_room_for_its_pid(region, monkeypatch)
 
 
 def test_cgroup_without_head_room_is_warned_about(session_name, monkeypatch, caplog):
-    monkeypatch.setattr(room, "_cgroup_headroom", lambda: 1000)
+    monkeypatch.setattr(room, "cgroup_headroom", lambda: 1000)
     opened = PrimaryRegion.open(config_of(session_name))
     opened.unlink()
     opened.close()

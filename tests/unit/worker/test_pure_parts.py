@@ -118,6 +118,23 @@ def test_rows_that_name_one_key_twice_keep_the_later():
     table = SlabTable(4, [(b"a", 0), (b"b", 1), (b"a", 2)])
     assert dict(table.lru.items()) == {b"a": 2, b"b": 1}
     assert table.stale() == [0]
+    table = SlabTable(4, [(b"a", 3), (b"b", 1), (b"c", 3)])
+    assert list(table.lru.items()) == [(b"b", 1), (b"c", 3)]
+    assert table.stale() == []
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 7))))
+def test_whatever_rows_come_each_slot_is_one_thing(letters):
+    rows = [(letter.encode(), slot) for letter, slot in letters]
+    table = SlabTable(8, rows)
+    there = dict(table.lru.items())
+    assert there.items() <= set(rows)
+    assert len(set(there.values())) == len(there)
+    assert not set(there.values()) & set(table.stale())
+    assert set(there.values()) | set(table.stale()) == {slot for _, slot in rows}
+    if rows:
+        assert list(table.lru)[-1] == rows[-1][0]
+    assert table._free.num_free == 8 - len(there) - len(table.stale())
 
 
 # Breaker ----------------------------------------------------------------------------
@@ -219,8 +236,17 @@ def test_other_incarnations_and_mixed_parts_are_dropped():
             box.add(part(keys=[key_of(0)], epochs=epochs))
     box.add(part(1, keys=[key_of(0)], num_left=1))
     with pytest.raises(BadPartError):
-        box.add(part(2, keys=[key_of(0)]))
+        box.add(part(2, keys=[key_of(0)], start=1))
+    assert [(job.job_id, job.num_keys) for job in box.take_cut()] == [(1, 1)]
     assert box.add(part(3, keys=[key_of(0)])).error == ""
+
+
+def test_a_job_that_is_cut_short_costs_the_next_one_nothing():
+    box = intake()
+    box.add(part(1, keys=[key_of(0)], num_left=1))
+    assert box.add(part(2, keys=[key_of(1)])).error == ""
+    assert [job.error for job in box.take_cut()] == ["its last parts are missing"]
+    assert box.take_cut() == []
 
 
 # Registry ---------------------------------------------------------------------------
