@@ -8,6 +8,10 @@ leave only from start-up, from ``close`` and from the command line.
 
 from __future__ import annotations
 
+from typing import Final
+
+MAX_SHOWN_CHARS: Final = 80
+
 
 class ShmoffloadError(Exception):
     """Base of every error of ours; the text says what is and what to type.
@@ -66,3 +70,19 @@ class TierConfigError(TierError, BadInputError):
     """
 
     exit_code = 2
+
+
+def cut(text: str) -> str:
+    """Return what a person wrote for a sentence about it, not too long."""
+    is_short = len(text) <= MAX_SHOWN_CHARS
+    return text if is_short else f"{text[: MAX_SHOWN_CHARS - 3]}..."
+
+
+def shown(value: object) -> str:
+    """Return a wrong value as the person wrote it: in JSON, not too long."""
+    import json  # here, and not in every worker's start
+
+    try:
+        return cut(json.dumps(value))
+    except (TypeError, ValueError):
+        return cut(repr(value))

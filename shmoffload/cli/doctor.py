@@ -1,7 +1,8 @@
 """``shmoffload doctor``: can it work on this machine, one line a fact.
 
 Covers: the verb's options, which checks a configuration asks for, ``--json``.
-Does not cover: the checks (``cli.checks``, ``cli.tier_checks``).
+Does not cover: the checks (``cli.checks``, ``cli.tier_checks``,
+``cli.process_checks``).
 Who calls it: ``cli.main``, ``tools/doctor.py``; under 0.3 s of CPU. Changes nothing.
 """
 
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from shmoffload.cli import checks
 from shmoffload.cli.options import Parser
-from shmoffload.cli.tier_checks import Wanted, check_paths, wanted_of
+from shmoffload.cli.process_checks import processes
+from shmoffload.cli.tier_checks import Wanted, check_keys, check_paths, wanted_of
+from shmoffload.cli.unnamed import unnamed_memory
 from shmoffload.wire import config as config_
 from shmoffload.wire.names import SHM_DIR, is_held, region_name
 from shmoffload.wire.region_join import Geometry
@@ -56,7 +59,7 @@ def doctor_command(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         "doctor",
-        "Can it work here: shared memory, limits, kernel, disks, leftovers.",
+        "Can it work here: shared memory, limits, kernel, disks, leftovers, processes.",
         "0 all is well, 1 something has to be done, 2 bad input",
     )
     add = parser.add_argument
@@ -83,9 +86,12 @@ def _examine(config: Config | None, options: argparse.Namespace) -> list[checks.
     found += checks.limits(largest)
     found += checks.kernel()
     found += check_paths([*([] if config is None else wanted_of(config)), *wanted])
+    found += [] if config is None else check_keys(config)
     found.append(checks.runtime_directory())
     found.append(checks.leftovers(options.session))
+    found += unnamed_memory(options.session)
     found += checks.sessions(options.session)
+    found += processes(options.session)
     return found
 
 

@@ -83,6 +83,13 @@ _StepMs = Annotated[float, typer.Option(help="Wall time of a step.")]
 _MaxNumSeqs = Annotated[int, typer.Option(help="Most running requests.")]
 _MaxTokens = Annotated[int, typer.Option(help="Most tokens computed in a step.")]
 _MaxDecode = Annotated[int, typer.Option(help="Most output tokens of a request.")]
+_Prefill = Annotated[
+    float,
+    typer.Option(
+        help="Live: tokens that the GPU computes in a second; a load that would take "
+        "longer is a miss. 0 = load whatever a tier has."
+    ),
+]
 _Gpu = Annotated[str, typer.Option(help="GPU prefix cache; only 0 is possible.")]
 _Session = Annotated[str, typer.Option(help="Session name; default replay-PID.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
@@ -103,6 +110,7 @@ def replay_command(
     max_num_seqs: _MaxNumSeqs = 256,
     max_num_batched_tokens: _MaxTokens = 8192,
     max_decode: _MaxDecode = 64,
+    prefill_tokens_per_s: _Prefill = 0.0,
     gpu: _Gpu = "0",
     session: _Session = "",
     policy: _Policy = "auto",
@@ -133,6 +141,7 @@ def replay_command(
         tiers=tier or [],
         scale=BlockScale(workload.num_distinct, block),
         policy=policy,
+        prefill_s_per_block=_prefill(prefill_tokens_per_s, workload.block_tokens),
     )
     report = _replay_live(config, workload, settings, described)
     show(report, as_json=as_json)
@@ -170,6 +179,20 @@ def _check_mode(*, live: bool, plan: bool, compare: str, gpu: str) -> None:
         )
 
 
+def _prefill(tokens_per_s: float, block_tokens: int) -> float:
+    """Return the seconds in which the GPU computes a block; 0 = not given.
+
+    Raises:
+        BadInputError: no rate.
+    """
+    if not 0 <= tokens_per_s < math.inf:
+        raise BadInputError(
+            f"--prefill-tokens-per-s {tokens_per_s:g}: give a number above 0, or 0 to "
+            f"load whatever a tier has"
+        )
+    return block_tokens / tokens_per_s if tokens_per_s else 0.0
+
+
 def _speed(text: str) -> float:
     """Read a factor, or ``max``.
 
@@ -193,6 +216,7 @@ def describe(config: Config, settings: LoopSettings) -> dict[str, Any]:
         "block_bytes": config.block_bytes,
         "primary_blocks": config.num_slots,
         "policy": config.primary.policy,
+        "prefill_s_per_block": config.limits.prefill_s_per_block,
         "tiers": [
             {
                 "name": tier.name,

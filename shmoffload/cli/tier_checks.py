@@ -1,9 +1,11 @@
-"""What ``doctor`` looks at below a tier's path.
+"""What ``doctor`` looks at below a tier's path, and its key file.
 
-Covers: directory, owner, mode, free space for the bound, O_DIRECT, who serves it.
+Covers: directory, owner, mode, free space for the bound, O_DIRECT, who serves it; a
+key that can be used.
 Does not cover: the blocks (``verify``), the rest of the machine (``cli.checks``).
-Who calls it: ``cli.doctor``. Each path is looked at by a thread of its own, since a
-hung mount never answers; it is waited for ``TIMEOUT_S``. Leaves no name anywhere.
+Who calls it: ``cli.doctor``. Each path, and each key file, is looked at by a thread
+of its own, since a hung mount never answers; it is waited for ``TIMEOUT_S``. Leaves no
+name anywhere.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ import mmap
 import os
 import stat
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shmoffload.cli.checks import Check
-from shmoffload.errors import BadInputError
+from shmoffload.errors import BadInputError, TierConfigError
 from shmoffload.wire.sizes import format_size, parse_size
 from shmoffload.worker.namespaces import folders
 from shmoffload.worker.registry import needs_path
 from shmoffload.worker.tiers.place import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shmoffload.wire.config import Config, TierConfig
 
 TIMEOUT_S: Final = 5.0
@@ -54,25 +59,57 @@ def _need(config: Config, tier: TierConfig) -> int:
     return need
 
 
+def check_keys(config: Config) -> list[Check]:
+    """Look at the key file of every tier that has one, as its worker will.
+
+    Waits for ``TIMEOUT_S`` a file at most.
+    """
+    checks: list[Check] = []
+    for tier in config.tier:
+        if tier.key_file is not None:
+            title = f"tier {tier.name}: key_file = {shown(tier.key_file)}"
+            look = partial(_look_at_key, tier, tier.key_file, config.namespace_digest)
+            checks += _in_time(tier.name, title, look)
+    return checks
+
+
+def _look_at_key(tier: TierConfig, path: str, namespace: bytes) -> list[Check]:
+    # Here and not above: a library that only a key needs.
+    from shmoffload.worker.crypt import Cipher, read_key
+
+    try:
+        cipher = Cipher(read_key(path), namespace)
+    except TierConfigError as error:
+        fact, _, fix = str(error).partition(": ")
+        return [Check(tier.name, f"Tier {tier.name}: {fact}", fix)]
+    except OSError as error:
+        fact = f"Tier {tier.name}: its key file cannot be read ({error.strerror})"
+        return [Check(tier.name, fact, "mend its disk (see dmesg)")]
+    key = f"key {cipher.fingerprint} of {shown(path)}"
+    return [Check(tier.name, f"tier {tier.name}: {key} can be used")]
+
+
 def check_paths(wanted: list[Wanted]) -> list[Check]:
     """Look at every path; waits for ``TIMEOUT_S`` a path at most."""
     checks: list[Check] = []
     taken: dict[int, int] = {}  # device -> bytes that tiers before have asked for
     for one in wanted:
-        found: list[Check] = []
-
-        def look(one: Wanted = one, found: list[Check] = found) -> None:
-            found += _look(one, taken)
-
-        thread = threading.Thread(target=look, name="doctor", daemon=True)
-        thread.start()
-        thread.join(TIMEOUT_S)
-        if thread.is_alive():
-            fact = f"{_title(one)} does not answer within {TIMEOUT_S:g} s"
-            checks.append(Check(one.name, fact, "mend its mount (see `mount`, dmesg)"))
-        else:
-            checks += found
+        checks += _in_time(one.name, _title(one), partial(_look, one, taken))
     return checks
+
+
+def _in_time(name: str, title: str, look: Callable[[], list[Check]]) -> list[Check]:
+    """Return what a look finds, or that it does not end."""
+    found: list[Check] = []
+    thread = threading.Thread(
+        target=lambda: found.extend(look()), name="doctor", daemon=True
+    )
+    thread.start()
+    thread.join(TIMEOUT_S)
+    if thread.is_alive():
+        fact = f"{title} does not answer within {TIMEOUT_S:g} s"
+        return [Check(name, fact, "mend its mount (see `mount`, dmesg)")]
+    return found
 
 
 def _title(one: Wanted) -> str:

@@ -84,6 +84,9 @@ class Counters:
     """Offered to a tier that wants whole requests, and never sent to it."""
     promotion_jobs: list[int] = field(default_factory=list)
     promotion_jobs_failed: list[int] = field(default_factory=list)
+    promotions_declined: list[int] = field(default_factory=list)
+    """Not loaded, since computing was quicker: what a request would have had of the
+    tier, once per request."""
 
     tenants: dict[str, TenantCounters] = field(default_factory=dict)
     """By name, ``MAX_TENANTS`` and ``OTHER_TENANTS`` at most."""

@@ -124,7 +124,13 @@ class SecondaryTierManager(abc.ABC):
     one order; nothing after it. A job's slots belong to it until its result was
     taken by ``get_finished_jobs``; each job is answered exactly once.
     (vLLM ``kv_offload/tiering/base.py``, 0.23 to 0.33.)
+
+    Attributes:
+        worker_epoch: incarnation of who does the work; with a new one the manager
+            forgets how fast the tier was.
     """
+
+    worker_epoch: int = 0
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,7 +1,8 @@
 """Jobs, and calls of tiers that cannot hurt us.
 
 Covers: job ids, who is under which job, deadlines, the calls of tiers.
-Does not cover: what a job's end means for blocks (``promotions``, ``cascades``).
+Does not cover: what a job's end means for blocks (``promotions``, ``cascades``),
+how long a job may take (``tier_speed``).
 Who calls it: ``core`` only, scheduler thread.
 
 A tier's call may raise anything: it is counted, and reads as MISS, "not accepted"
@@ -10,12 +11,14 @@ or "nothing".
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shmoffload.core.slots import READY
+from shmoffload.core.tier_speed import SpeedRule, TierSpeed
 from shmoffload.core.types import JobMetadata, OffloadPolicy, TierTraits
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ class Job:
         "is_promotion",
         "job_id",
         "request",
+        "submitted_s",
         "tier_idx",
     )
 
@@ -64,6 +68,7 @@ class Job:
         self.is_promotion = False
         self.is_live = True
         self.is_overdue = False
+        self.submitted_s = 0.0
         self.deadline_s = 0.0
 
 
@@ -74,15 +79,18 @@ class JobDesk:
         lookups: (tier index, its ``lookup``) in order, without tiers that have
             missed a deadline and not answered since: those say MISS.
         open: job id -> job.
+        now_s: the time, see ``tick``.
+        rule: what follows from the speed of tiers.
     """
 
     def __init__(
         self,
         tiers: Sequence[SecondaryTierManager],
         counters: Counters,
-        *,
         traits: Sequence[TierTraits] | None,
+        *,
         job_deadline_s: float,
+        speed: SpeedRule | None,
     ) -> None:
         self.tiers = list(tiers)
         self.traits = traits or [TierTraits()] * len(self.tiers)
@@ -93,9 +101,28 @@ class JobDesk:
         self.lookups = [(idx, tier.lookup) for idx, tier in enumerate(self.tiers)]
         self._num_overdue = [0] * len(self.tiers)
         self._overdue_tiers: dict[int, None] = {}
-        self._in_time: dict[int, Job] = {}  # oldest deadline first
+        self._due: list[tuple[float, int]] = []  # a heap; answered ones are passed by
+        self._seen_s = 0.0  # the look before this one
+        self.rule = speed or SpeedRule()
+        self._speeds = [
+            TierSpeed(self.rule, deadline_max_s=job_deadline_s) for _ in self.tiers
+        ]
+        self._measured = [0] * len(self.tiers)  # worker epochs
         self._next_id = 0
         self._counters = counters
+
+    def tick(self, now_s: float) -> None:
+        """Set the clock; answers are looked for at once."""
+        self._seen_s = self.now_s
+        self.now_s = max(self.now_s, now_s)
+
+    def speed(self, tier_idx: int) -> TierSpeed:
+        """Return what is known of a tier's speed; of a new worker nothing is."""
+        speed, epoch = self._speeds[tier_idx], self.tiers[tier_idx].worker_epoch
+        if epoch != self._measured[tier_idx]:
+            self._measured[tier_idx] = epoch
+            speed.forget()
+        return speed
 
     def submit(
         self,
@@ -113,7 +140,10 @@ class JobDesk:
         job = Job(self._next_id, tier_idx, request, blocks)
         self._next_id += 1
         job.is_promotion = is_promotion
-        job.deadline_s = self.now_s + self.job_deadline_s
+        job.submitted_s = self.now_s
+        speed, num = self.speed(tier_idx), len(blocks)
+        patience_s = speed.patience_s(num, is_promotion=is_promotion)
+        job.deadline_s = self.now_s + patience_s
         message = JobMetadata(
             job_id=job.job_id,
             keys=[block.key for block in blocks],
@@ -121,8 +151,9 @@ class JobDesk:
             is_promotion=is_promotion,
             req_context=request.ctx,
             submitted_s=self.now_s,
+            deadline_s=job.deadline_s,
         )
-        self.open[job.job_id] = self._in_time[job.job_id] = job
+        self.open[job.job_id] = job
         tier = self.tiers[tier_idx]
         try:
             if is_promotion:
@@ -131,8 +162,10 @@ class JobDesk:
                 tier.submit_store(message)
         except Exception:  # noqa: BLE001  (F18: a tier may raise anything)
             self._counters.tier_errors += 1
-            del self.open[job.job_id], self._in_time[job.job_id]
+            del self.open[job.job_id]
             return None
+        speed.pace(is_promotion=is_promotion).open_blocks += num
+        heapq.heappush(self._due, (job.deadline_s, job.job_id))
         return job
 
     def collect(self, tier_idx: int) -> list[tuple[Job, JobResult]]:
@@ -144,28 +177,55 @@ class JobDesk:
             return []
         if not results:
             return []
-        answered = []
+        answered: list[tuple[Job, JobResult]] = []
         for result in results:
             job = self.open.get(result.job_id)
             if job is None or job.tier_idx != tier_idx:
                 self._counters.late_replies += 1
                 continue
             del self.open[job.job_id]
-            self._in_time.pop(job.job_id, None)
             if job.is_overdue:
                 self._count_overdue(tier_idx, -1)
             answered.append((job, result))
+        loads = [pair for pair in answered if pair[0].is_promotion]
+        if loads:
+            self._measure(tier_idx, loads, is_promotion=True)
+        if len(loads) < len(answered):
+            stores = [pair for pair in answered if not pair[0].is_promotion]
+            self._measure(tier_idx, stores, is_promotion=False)
         return answered
+
+    def _measure(
+        self,
+        tier_idx: int,
+        answered: Sequence[tuple[Job, JobResult]],
+        *,
+        is_promotion: bool,
+    ) -> None:
+        """Learn from what one look has found; it cannot tell the jobs apart."""
+        pace = self.speed(tier_idx).pace(is_promotion=is_promotion)
+        num = sum(len(job.blocks) for job, _ in answered)
+        pace.open_blocks -= num
+        pace.answered(
+            num,
+            min(job.submitted_s for job, _ in answered),
+            seen_s=self._seen_s,
+            now_s=self.now_s,
+            ok=all(result.success for _, result in answered),
+        )
 
     def take_expired(self) -> list[Job]:
         """Return jobs whose deadline has just passed; their tiers say MISS now."""
         expired: list[Job] = []
-        for job in self._in_time.values():
-            if job.deadline_s > self.now_s:
-                break
-            expired.append(job)
+        due = self._due
+        while due and due[0][0] <= self.now_s:
+            job = self.open.get(heapq.heappop(due)[1])
+            if job is not None:
+                expired.append(job)
+        if len(due) > 2 * len(self.open) + 64:  # most of them are answered
+            due[:] = [entry for entry in due if entry[1] in self.open]
+            heapq.heapify(due)
         for job in expired:
-            del self._in_time[job.job_id]
             job.is_overdue = True
             self._count_overdue(job.tier_idx, 1)
             self._overdue_tiers[job.tier_idx] = None
@@ -257,9 +317,9 @@ class JobDesk:
                 continue
             gone = [block for block in job.blocks if block.key in keys]
             job.blocks = [block for block in job.blocks if block.key not in keys]
+            self._speeds[tier_idx].stores.open_blocks -= len(gone)
             if not job.blocks:
                 del self.open[job_id]
-                self._in_time.pop(job_id, None)
             lost.append((job, gone))
         return lost
 
@@ -314,6 +374,14 @@ class JobDesk:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def check_integrity(self) -> None:
+        """Assert that what counts as open work is under open jobs."""
+        for idx, speed in enumerate(self._speeds):
+            jobs = [job for job in self.open.values() if job.tier_idx == idx]
+            for way in (False, True):
+                num = sum(len(job.blocks) for job in jobs if job.is_promotion is way)
+                assert speed.pace(is_promotion=way).open_blocks == num
 
 
 def check_pins(

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from shmoffload.core.request_policy import RequestAnswer
     from shmoffload.core.requests import Request
     from shmoffload.core.slots import Block
+    from shmoffload.core.tier_speed import SpeedRule
     from shmoffload.core.types import (
         OffloadKey,
         PrepareStoreOutput,
@@ -76,7 +77,8 @@ class TieringOffloadingManager(OffloadingManager):
         sink: where slot states are published.
         promotion_share: part of the slots for promotions while others wait.
         scan_hold_s: how long a scan that does not come back keeps its blocks.
-        job_deadline_s: after it a job is given up; also bounds RETRY.
+        job_deadline_s: at most; after it a job is given up; also bounds RETRY.
+        speed: what follows from the measured speed of tiers; nothing if None.
         traits: what is configured of each tier; nothing if None.
         max_cascade_share: part of the slots that one tier's cascades may pin.
         accept_prefix: grant the longest prefix of an offer that finds room.
@@ -99,6 +101,7 @@ class TieringOffloadingManager(OffloadingManager):
         promotion_share: float = 0.5,
         scan_hold_s: float = 5.0,
         job_deadline_s: float = 30.0,
+        speed: SpeedRule | None = None,
         traits: Sequence[TierTraits] | None = None,
         max_cascade_share: float = 1.0,
         accept_prefix: bool = False,
@@ -115,7 +118,7 @@ class TieringOffloadingManager(OffloadingManager):
             self.table, promotion_share=promotion_share, scan_hold_s=scan_hold_s
         )
         self._desk = JobDesk(
-            tiers, self.counters, traits=traits, job_deadline_s=job_deadline_s
+            tiers, self.counters, traits, job_deadline_s=job_deadline_s, speed=speed
         )
         self._book = RequestBook(self._desk, self.counters)
         self._requests = self._book.live
@@ -139,6 +142,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._retention,
             self.counters,
         )
+        self._landing = self._promotions.landing
         self._stores = GpuStores(
             self.table,
             self._policy,
@@ -155,7 +159,7 @@ class TieringOffloadingManager(OffloadingManager):
     def advance(self, now_s: float) -> None:
         """Set the clock, take what tiers have answered, give up what is overdue."""
         desk = self._desk
-        desk.now_s = max(desk.now_s, now_s)
+        desk.tick(now_s)
         for tier_idx in range(len(desk.tiers)):
             for job, result in desk.collect(tier_idx):
                 if job.is_promotion:
@@ -163,8 +167,7 @@ class TieringOffloadingManager(OffloadingManager):
                 else:
                     self._cascades.apply(job, result)
         for job in desk.take_expired():
-            # A cascade stays as it is: its blocks are readable, and pinned until
-            # the answer or the death. A promotion's blocks are not.
+            # A cascade's blocks stay readable, pinned until the answer or the death.
             if job.is_promotion:
                 self._promotions.expire(job)
 
@@ -184,10 +187,7 @@ class TieringOffloadingManager(OffloadingManager):
         return RequestOffloadingContext(OffloadPolicy.BLOCK_LEVEL)
 
     def request_answer(self, req_id: str) -> RequestAnswer | None:
-        """Return what became of a request's own words, as far as is known now.
-
-        None: the request is unknown, or its tiers were told that it is over.
-        """
+        """Return what became of a request's own words; None: unknown or over."""
         return self._book.answer(req_id)
 
     def on_request_finished(self, ctx: ReqContext) -> None:
@@ -225,6 +225,10 @@ class TieringOffloadingManager(OffloadingManager):
         if owner is None:  # READY: who writes a block owns it (INV-5)
             self.counters.hits_primary += 1
             return _HIT
+        if self._landing and key in self._landing:
+            request.scan.pop()
+            self.counters.misses += 1
+            return _MISS
         self.counters.hits_pending += 1
         if not request.is_deferred:
             scans.defer(request)
@@ -244,8 +248,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Pin readable blocks for the GPU; decides the request's scan.
 
         Raises:
-            NotReadableError: unknown request, or a key that is not readable; nothing
-                was pinned.
+            NotReadableError: unknown request or unreadable key; nothing was pinned.
         """
         request = self._requests.get(ctx.req_id)
         if request is None:
@@ -377,12 +380,9 @@ class TieringOffloadingManager(OffloadingManager):
             return []
         return self._events.take() + self._desk.take_events()
 
-    # Ours ---------------------------------------------------------------------
-
     def _cascade_existing_blocks_to_request_level_tiers(
         self, request: Request, present: Sequence[Block]
     ) -> None:
-        """Send offered blocks that are here to the tiers that want them all."""
         self._cascades.offer_present(request, present)
 
     def check_integrity(self) -> None:

@@ -1,7 +1,8 @@
 """Promotions: tier to primary.
 
 Covers: lookups beyond the primary, the queue of promotions, their end.
-Does not cover: room for them (``room``), reservations (``scans``).
+Does not cover: room for them (``room``), reservations (``scans``), whether they are
+worth while (``recompute``).
 Who calls it: ``manager`` only, scheduler thread.
 
 A lookup that a tier can serve takes a slot at once and is queued; the load jobs
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shmoffload.core.recompute import Recompute
 from shmoffload.core.room import Room
 from shmoffload.core.slots import PENDING, QUARANTINED
 from shmoffload.core.types import LookupResult
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from shmoffload.core.cascades import Cascades
     from shmoffload.core.counters import Counters
@@ -52,6 +54,8 @@ class Promotions:
     Attributes:
         queue: promotions that have not left yet, in lookup order.
         num_live_jobs: load jobs whose blocks somebody may still wait for.
+        landing: keys on the way that nobody waits for: a lookup of them is a MISS,
+            for whoever waited would wait longer than to compute them.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class Promotions:
     ) -> None:
         self.queue: dict[Block, Queued] = {}
         self.num_live_jobs = 0
+        self.landing: set[OffloadKey] = set()
+        self._num_queued = [0] * len(desk.tiers)
         self._table = scans.table
         self._policy = policy
         self.scans = scans
@@ -80,6 +86,13 @@ class Promotions:
             take_queued=self._take_from_younger,
         )
         self._wanted: dict[Request, None] = {}
+        self._recompute = Recompute(
+            self._table,
+            desk,
+            counters,
+            num_queued=self._num_queued,
+            land=self._land,
+        )
 
     def lookup(self, key: OffloadKey, request: Request) -> LookupResult:
         """Ask the tiers for a key that the primary does not have.
@@ -97,6 +110,9 @@ class Promotions:
                     self._counters.tier_errors += 1
                     continue
                 if answer is _HIT:
+                    recompute = self._recompute
+                    if recompute.is_on and recompute.declines(key, request, tier_idx):
+                        continue
                     return self._promote(key, request, tier_idx)
                 if answer is _RETRY:
                     must_wait = True
@@ -127,6 +143,8 @@ class Promotions:
             if room is None:
                 block = self._enqueue(key, request, tier_idx)
                 block.told_step = self.scans.step
+                self._wait_for(key, request)
+                self._counters.hits_pending += 1
                 return _HIT_PENDING
             if room is _RETRY and not self._may_wait(request):
                 room = _MISS
@@ -159,12 +177,14 @@ class Promotions:
                 if self._room.make(request) is not None:
                     break
                 self._enqueue(key, request, tier_idx)
+                self._wait_for(key, request)
         self._wanted.clear()
         self._room.end_step()
+        self._recompute.end_step()
         jobs: dict[tuple[int, Request], list[Block]] = {}
         for block, queued in self.queue.items():
             jobs.setdefault((queued.tier_idx, queued.request), []).append(block)
-        self.queue.clear()
+        self._empty_queue()
         for (tier_idx, request), blocks in jobs.items():
             self._counters.promotion_jobs[tier_idx] += 1
             job = self._desk.submit(tier_idx, request, blocks, is_promotion=True)
@@ -195,6 +215,7 @@ class Promotions:
             return
         self.num_live_jobs -= 1
         landed = [block for block in job.blocks if block.key in arrived]
+        self._are_here(landed)
         for block in landed:
             self.scans.landed(block)
         self._counters.promotions_landed += len(landed)
@@ -209,6 +230,7 @@ class Promotions:
         job.is_live = False
         self.num_live_jobs -= 1
         self._counters.promotions_failed += len(job.blocks)
+        self._are_here(job.blocks)
         for block in job.blocks:
             job.request.failed.add(block.key)
             self.scans.stopped(block)
@@ -240,10 +262,12 @@ class Promotions:
             self.scans.stopped(block)
             self._policy.remove(block.key, evicted=False)
             self._table.abandon(block)
-        self.queue.clear()
+        self._empty_queue()
         for request in self._wanted:
             request.wanted = []
         self._wanted.clear()
+        self.landing.clear()
+        self._recompute.clear()
         self.num_live_jobs = 0
 
     def evict(self, block: Block) -> None:
@@ -261,16 +285,35 @@ class Promotions:
         block = self._table.reserve(key, queued)
         block.origin = tier_idx
         self.queue[block] = queued
-        request.scan.append(key)
+        self._num_queued[tier_idx] += 1
         self.scans.started(block, request)
-        self.scans.defer(request)
         self._policy.insert(key, request.ctx)
         self._counters.promotions_started += 1
         self._counters.hits_tier[tier_idx] += 1
         return block
 
+    def _wait_for(self, key: OffloadKey, request: Request) -> None:
+        request.scan.append(key)
+        self.scans.defer(request)
+
+    def _land(self, key: OffloadKey, request: Request, tier_idx: int) -> None:
+        """Queue a promotion that nobody waits for; there is a free slot."""
+        self._policy.observe(key, request.ctx)
+        self._enqueue(key, request, tier_idx)
+        self.landing.add(key)
+
+    def _are_here(self, blocks: Iterable[Block]) -> None:
+        """Note that blocks have come, or will not: lookups are as ever."""
+        if self.landing:
+            self.landing.difference_update([block.key for block in blocks])
+
+    def _empty_queue(self) -> None:
+        self.queue.clear()
+        self._num_queued[:] = [0] * len(self._num_queued)
+
     def _drop(self, block: Block) -> None:
-        del self.queue[block]
+        self._num_queued[self.queue.pop(block).tier_idx] -= 1
+        self._are_here((block,))
         self._counters.promotions_dropped += 1
         self.scans.stopped(block)
         self._policy.remove(block.key, evicted=False)
@@ -292,6 +335,7 @@ class Promotions:
 
     def _fail(self, request: Request, blocks: list[Block]) -> None:
         self._counters.promotions_failed += len(blocks)
+        self._are_here(blocks)
         for block in blocks:
             request.failed.add(block.key)
             self.scans.stopped(block)
@@ -309,12 +353,17 @@ class Promotions:
 
     def check_integrity(self) -> None:
         """Assert that every PENDING promotion has one owner (INV-5)."""
+        self._desk.check_integrity()
         for block, queued in self.queue.items():
             assert block.owner is queued
             assert block.state == PENDING
             assert block.promoter is queued.request
             assert not queued.request.is_finished
         jobs = [job for job in self._desk.open.values() if job.is_promotion]
+        under_way = {b.key for b in self.queue}
+        under_way.update(b.key for job in jobs if job.is_live for b in job.blocks)
+        assert self.landing <= under_way, "INV-19: a MISS for what may be waited for"
+        assert sum(self._num_queued) == len(self.queue)
         assert sum(job.is_live for job in jobs) == self.num_live_jobs
         under_jobs = 0
         for job in jobs:

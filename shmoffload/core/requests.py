@@ -32,6 +32,7 @@ class Request:
         asking: tiers that want every offered block, by index.
         sent: per asking tier, the keys it has got of this request.
         failed: keys whose promotion failed; not tried again for this request.
+        declined: tiers, by index, that were once slower than computing for it.
         scan: keys counted by the latest scan; before: by the one before, until
             the step ends. counted: the set of both as far as it was asked for,
             with num_counted keys of ``scan``.
@@ -59,6 +60,7 @@ class Request:
         "before",
         "counted",
         "ctx",
+        "declined",
         "failed",
         "is_bound",
         "is_closed",
@@ -94,6 +96,7 @@ class Request:
         self.asking = asking
         self.sent: dict[int, set[OffloadKey]] = {idx: set() for idx in asking}
         self.failed: set[OffloadKey] = set()
+        self.declined: set[int] = set()
         self.scan: list[OffloadKey] = []
         self.before: list[OffloadKey] = []
         self.counted: set[OffloadKey] | None = None

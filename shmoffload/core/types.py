@@ -177,6 +177,7 @@ class JobMetadata:
         is_promotion: True for tier -> primary.
         req_context: the request on whose behalf the job runs.
         submitted_s: the manager's time when the job was submitted.
+        deadline_s: the manager's time at which nobody waits for it any more.
     """
 
     job_id: int
@@ -185,6 +186,7 @@ class JobMetadata:
     is_promotion: bool
     req_context: ReqContext
     submitted_s: float = 0.0
+    deadline_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, TypedDict
 
 from shmoffload.core.offers import OfferRule
+from shmoffload.core.tier_speed import SpeedRule
 from shmoffload.core.types import TierTraits, parse_admit
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ _PLACES: Final = {
     "memory": ("CPU", "LOCAL"),
 }
 """Type -> medium, locality. Of a plug-in nothing is known: every filter means it."""
+_PIECE_BYTES: Final = 8 << 20
+"""As in ``worker.executor``, which an engine need not import."""
 
 
 class CoreSettings(TypedDict):
@@ -30,6 +33,7 @@ class CoreSettings(TypedDict):
     max_cascade_share: float
     accept_prefix: bool
     offer_rule: OfferRule
+    speed: SpeedRule
 
 
 def core_settings(config: Config) -> CoreSettings:
@@ -40,6 +44,11 @@ def core_settings(config: Config) -> CoreSettings:
         "accept_prefix": config.primary.accept_prefix,
         "offer_rule": OfferRule(
             config.primary.store_threshold, config.primary.max_tracker_size
+        ),
+        "speed": SpeedRule(
+            deadline_min_s=config.limits.job_deadline_min_s,
+            piece_blocks=max(1, _PIECE_BYTES // config.stride),
+            prefill_s_per_block=config.limits.prefill_s_per_block,
         ),
     }
 

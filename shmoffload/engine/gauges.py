@@ -82,6 +82,7 @@ class Gauges:
             words[base + TierWord.JOBS_FAILED] = failed
             words[base + TierWord.JOBS_DROPPED] = counters.cascade_jobs_dropped[i]
             words[base + TierWord.BLOCKS_DROPPED] = counters.cascade_blocks_dropped[i]
+            words[base + TierWord.BLOCKS_DECLINED] = counters.promotions_declined[i]
             words[base + TierWord.LATE_REPLIES] = tier.late_replies
             words[base + TierWord.IN_FLIGHT_BYTES] = tier.open_store_bytes
             words[base + TierWord.ENGINE_TIER_UP] = int(tier.is_up)

@@ -29,6 +29,7 @@ from shmoffload.core.types import (
 from shmoffload.engine.core_settings import core_settings
 from shmoffload.engine.gauges import Gauges
 from shmoffload.engine.guard import Guard
+from shmoffload.engine.open_files import check_open_files
 from shmoffload.engine.policies import load_policy
 from shmoffload.engine.supervisor_link import SupervisorLink
 from shmoffload.engine.tier_link import TierLink
@@ -96,6 +97,7 @@ class Engine(Guard, OffloadingManager):
                 ``limits.start_timeout_s``; nothing is left behind.
         """
         check_tier_types(config)
+        check_open_files(len(config.tier))
         self.config = config
         self._is_closed = False
         self._owns_session = False
@@ -151,8 +153,7 @@ class Engine(Guard, OffloadingManager):
             for tier in config.tier
         ]
         self._links = [
-            TierLink(engine_epoch=self._epoch, job_deadline_s=limits.job_deadline_s)
-            for _ in config.tier
+            TierLink(tier.name, engine_epoch=self._epoch) for tier in config.tier
         ]
         policy = load_policy(config.primary.policy, config.num_slots)
         self.manager = TieringOffloadingManager(
@@ -377,15 +378,19 @@ class Engine(Guard, OffloadingManager):
             self.region.begin_change()  # whatever the table says: nobody adopts it
 
     def _remove_region(self) -> None:
-        self.region.unlink()
-        self.region.close()
+        try:
+            self.region.unlink()
+        finally:  # a name that stays is swept, a lock that stays refuses starts
+            self.region.close()
 
     def _remove_page(self) -> None:
         control: SupervisorLink | None = getattr(self, "_control", None)
         is_daemons = control is not None and control.is_daemon
-        if self._owns_session and not is_daemons:
-            self.page.unlink(self.config.session.name)
-        self.page.close()
+        try:
+            if self._owns_session and not is_daemons:
+                self.page.unlink(self.config.session.name)
+        finally:
+            self.page.close()
         if not self._owns_session:
             sweep()  # the page may be ours or a live session's: its lock tells
         elif is_daemons:

@@ -73,6 +73,7 @@ class Handover:
     worker_epoch: int
     channel: Channel
     pidfd: int
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,13 @@ class SupervisorLink:
             self._send(HandoverAck(message.tier_idx, message.worker_epoch))
             channel = Channel.from_fd(fds[0])
             return [
-                Handover(message.tier_idx, message.worker_epoch, channel, pidfd=fds[1])
+                Handover(
+                    message.tier_idx,
+                    message.worker_epoch,
+                    channel,
+                    pidfd=fds[1],
+                    pid=message.pid,
+                )
             ]
         for fd in fds:
             os.close(fd)
@@ -236,7 +243,6 @@ class SupervisorLink:
             self._backoff_s = self._config.limits.restart_backoff_s
         if isinstance(message, WorkerGone):
             self._asked_to_kill.pop((message.tier_idx, message.worker_epoch), None)
-            log.info("tier worker ended: %s", message.reason)  # the supervisor warned
             return [message]
         return []
 

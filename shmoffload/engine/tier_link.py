@@ -67,13 +67,14 @@ class TierLink:
         garbage_frames: frames and messages of the worker that were refused.
     """
 
-    def __init__(self, *, engine_epoch: int, job_deadline_s: float) -> None:
-        """Start without a worker."""
+    def __init__(self, name: str = "", *, engine_epoch: int) -> None:
+        """Start without a worker; ``name`` is the tier's, for the log."""
         self.hello: Hello | None = None
         self.garbage_frames = 0
         self.worker_epoch = 0
+        self._name = name
+        self._was_up = False
         self._engine_epoch = engine_epoch
-        self._job_deadline_s = job_deadline_s
         self._channel: Channel | None = None
         self._pidfd = -1
         self._backlog: collections.deque[bytes] = collections.deque()
@@ -211,7 +212,7 @@ class TierLink:
                     job_id=job.job_id,
                     is_promotion=job.is_promotion,
                     req_id=_short(job.req_context.req_id),
-                    deadline_s=job.submitted_s + self._job_deadline_s,
+                    deadline_s=job.deadline_s,
                     keys=list(job.keys[start:end]),
                     slots=slots[start:end].tobytes(),
                     num_left=max(0, len(job.keys) - end),
@@ -251,8 +252,9 @@ class TierLink:
     def _input(self, message: FromWorker) -> list[TierInput]:
         if isinstance(message, Hello):
             self.hello = message
-            if message.error and not message.is_config_error:  # raised, see ``waiting``
-                log.error("tier worker: %s", message.error[:MAX_TEXT_CHARS])
+            # A refusal at the start is raised, see ``waiting``; later it is said here.
+            if message.error and (self._was_up or not message.is_config_error):
+                log.error("tier %s: %s", self._name, message.error[:MAX_TEXT_CHARS])
             return []
         if isinstance(message, JobDone):
             return [_job_reply(message)]
@@ -268,6 +270,7 @@ class TierLink:
         ]
         if message.is_last and self.hello is not None:
             # Up last: no lookup may see a half-told tier as whole.
+            self._was_up = True
             inputs.append(
                 TierUp(
                     message.worker_epoch,

@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from shmoffload.engine.supervisor_link import Handover, SupervisorLost
+from shmoffload.wire.messages import MAX_TEXT_CHARS, WorkerGone
 from shmoffload.wire.session import TierWord
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Traffic:
             base(i) + TierWord.COMPLETIONS for i in range(len(tiers))
         ]
         self._seen = [words[word] for word in self._completion_words]
+        self._pids = [0] * len(tiers)  # of the workers whose death is not told yet
+        self._lost_before = [0] * len(tiers)  # jobs, with the workers before this one
 
     def pump(self) -> None:
         """Receive from everybody: only a receive shows that somebody is gone."""
@@ -92,10 +95,35 @@ class Traffic:
                 os.close(event.pidfd)
                 return
             link.connect(event.channel, event.pidfd, event.worker_epoch)
+            self._pids[event.tier_idx] = event.pid
+            self._lost_before[event.tier_idx] = tier.jobs_lost
+        elif isinstance(event, WorkerGone):
+            self._say_death(event)
         elif isinstance(event, SupervisorLost):
             for tier, link in self._pairs:
                 tier.feed(link.receive())
                 tier.feed(link.abandon())
+
+    def _say_death(self, gone: WorkerGone) -> None:
+        """Tell a death in one sentence, with what it cost and what comes next."""
+        if not 0 <= gone.tier_idx < len(self._pairs):
+            return
+        tier, link = self._pairs[gone.tier_idx]
+        pid = self._pids[gone.tier_idx]
+        if not pid or gone.worker_epoch != link.worker_epoch:
+            return  # said before, or never heard of
+        self._pids[gone.tier_idx] = 0
+        tier.feed(link.receive())  # reaped, so the proof is here: its jobs have failed
+        has_said = link.hello is not None and link.hello.error  # why; once is enough
+        log.log(
+            logging.INFO if has_said else logging.WARNING,
+            "tier %s: worker %d %s; %d of its jobs failed; all that the tier holds is "
+            "a miss until the next worker is up",
+            tier.name,
+            pid,
+            " ".join(gone.reason[:MAX_TEXT_CHARS].split()),
+            tier.jobs_lost - self._lost_before[gone.tier_idx],
+        )
 
     def _collect(self, now_s: float) -> None:
         for i, (tier, link) in enumerate(self._pairs):
@@ -108,6 +136,6 @@ class Traffic:
             self._control.kill_worker(
                 tier_idx,
                 self._pairs[tier_idx][1].worker_epoch,
-                reason="a job was not answered before its deadline",
+                reason="did not answer a job before its deadline",
                 now_s=now_s,
             )

@@ -82,6 +82,7 @@ def build_config(
     tiers: Sequence[str],
     scale: BlockScale,
     policy: str = "auto",
+    prefill_s_per_block: float = 0.0,
 ) -> Config:
     """Check everything that can be checked without starting anything.
 
@@ -91,6 +92,7 @@ def build_config(
         tiers: specifications ``TYPE[:DIR][,cap=..][,name=..][,policy=..][,admit=..]``.
         scale: of the workload.
         policy: eviction order of the primary.
+        prefill_s_per_block: of the GPU; 0 = whatever a tier has is loaded.
 
     Raises:
         ConfigError: something is wrong; nothing was started or made.
@@ -110,6 +112,7 @@ def build_config(
                 "policy": policy,
             },
             "tier": wanted,
+            "limits": {"prefill_s_per_block": prefill_s_per_block},
         }
     )
     check_tier_types(config)

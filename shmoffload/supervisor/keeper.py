@@ -65,6 +65,7 @@ class TierKeeper:
         self._process: WorkerProcess | None = None
         self._served: Served | None = None
         self._unacknowledged = 0  # worker epoch of the hand-over on its way, or 0
+        self._text_seq = 0  # of the tier's last error when the worker was started
 
     @property
     def pidfd(self) -> int:
@@ -123,9 +124,9 @@ class TierKeeper:
         if code is None:
             return
         self._process = None
-        self.life.exited(code, now_s=now_s)
+        self.life.exited(code, now_s=now_s, words=self._last_words())
         if self.life.state is not TierState.STOPPED:
-            self._say_error()
+            self._say_error(is_told=self._served is not None)
         if self._served is not None:
             self._served.connection.post(
                 WorkerGone(self._tier_idx, self.life.epoch, self.life.reason)
@@ -138,6 +139,7 @@ class TierKeeper:
         self.life.epoch += 1
         # Before the worker exists: a successor of this process must not use it again.
         self.page.set_tier(self._tier_idx, TierWord.WORKER_EPOCH, self.life.epoch)
+        self._text_seq = self._word(TierWord.TEXT_SEQ)
         try:
             process, engine_end = WorkerProcess.start(
                 self._command,
@@ -172,13 +174,19 @@ class TierKeeper:
         beat_s = self._word(TierWord.HEARTBEAT_NS) / 1e9
         return beat_s if beat_s <= now_s + _CLOCK_SLACK_S else 0.0
 
-    def _say_error(self) -> None:
-        # The engine raises a refusal's own sentence: one is enough.
-        is_refusal = self.life.state is TierState.REFUSED
-        level = logging.INFO if is_refusal else logging.WARNING
+    def _last_words(self) -> str:
+        """Return what the dead worker has left in the page; "" if nothing whole."""
+        if self.page is None or self._word(TierWord.TEXT_SEQ) == self._text_seq:
+            return ""
+        return " ".join(self.page.tier_error(self._tier_idx).split())
+
+    def _say_error(self, *, is_told: bool = False) -> None:
+        # The engine, once told, raises or logs a sentence of its own: one is enough.
+        level = logging.INFO if is_told else logging.WARNING
         _log.log(level, "tier %s: worker %s", self._name, self.life.reason)
         if self.page is not None:
-            self.page.set_tier_error(self._tier_idx, self.life.reason)
+            text = self.life.words or self.life.reason
+            self.page.set_tier_error(self._tier_idx, text)
 
     def _word(self, word: TierWord) -> int:
         return 0 if self.page is None else self.page.get_tier(self._tier_idx, word)

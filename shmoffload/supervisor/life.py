@@ -73,6 +73,7 @@ class WorkerLife:
         phase: where the process is.
         epoch: of the present or last worker.
         reason: why the last worker ended, or is to be ended.
+        words: what it said of that itself, "" if nothing.
         restarts: starts other than the first after a ``want``.
     """
 
@@ -82,6 +83,7 @@ class WorkerLife:
         self.phase = Phase.IDLE
         self.epoch = epoch
         self.reason = ""
+        self.words = ""
         self.restarts = 0
         self._limits = limits
         self._wanted = False
@@ -174,26 +176,35 @@ class WorkerLife:
         self._is_first = False
         self._base_s = now_s
         self._up_s = None
-        self._kill_reason = ""
+        self._kill_reason = self.words = ""
 
     def start_failed(self, reason: str, *, now_s: float) -> None:
         """The edge could not do START: try again later."""
         assert self.phase is Phase.IDLE
-        self.reason = f"could not be started: {reason}"
+        self.reason, self.words = f"could not be started: {reason}", ""
         self._back_off(now_s)
 
-    def exited(self, returncode: int, *, now_s: float) -> None:
-        """The worker is dead and reaped: the only way back to IDLE."""
+    def exited(self, returncode: int, *, now_s: float, words: str = "") -> None:
+        """The worker is dead and reaped: the only way back to IDLE.
+
+        Args:
+            returncode: as ``subprocess`` has it.
+            now_s: CLOCK_MONOTONIC.
+            words: the worker's own, of why it leaves.
+        """
         assert self.phase is not Phase.IDLE
         self.phase = Phase.IDLE
+        self.words = words if returncode > 0 and not self._kill_reason else ""
         self.reason = self._kill_reason or describe_exit(returncode)
         if not self._wanted:
             self.state = TierState.STOPPED
         elif returncode == EXIT_REFUSED and not self._kill_reason:
             self.state = TierState.REFUSED
-            self.reason = (
-                "refused its configuration (exit code 2): its sentence is on stderr; "
-                "change the configuration and start again"
+            self.reason = "refused its configuration (exit code 2)" + (
+                ""
+                if words
+                else ": its sentence is on stderr; change the configuration and start "
+                "again"
             )
         else:
             if self._up_s is not None and now_s - self._up_s >= HEALTHY_AFTER_S:

@@ -53,9 +53,7 @@ def open_runtime_dir(*, create: bool) -> int | None:
     path = runtime_path()
     if create:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=0o700)
+            _make_directories(path)
         except OSError as error:
             raise StartError(
                 f"{path} cannot be made ({error.strerror}): set "
@@ -77,6 +75,20 @@ def open_runtime_dir(*, create: bool) -> int | None:
             f"directory of your own with mode 0700"
         )
     return fd
+
+
+def _make_directories(path: Path) -> None:
+    """Make a directory and those above it that are missing, all 0700.
+
+    Not ``mkdir(parents=True)``: what it makes above has the mode of the umask, and
+    who may write there may put another directory in this one's place.
+    """
+    missing = [path, *path.parents]
+    while missing and missing[-1].exists():
+        missing.pop()
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
 
 
 def directory_fault(status: os.stat_result, *, uid: int) -> str:
@@ -119,6 +131,8 @@ def listening(session: str) -> Iterator[socket.socket]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=dir_fd)  # of a killed daemon: we hold its lock
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            # What bind makes gets the mode of the socket, less the umask.
+            os.fchmod(listener.fileno(), 0o600)
             listener.bind(socket_address(dir_fd, session))
             try:
                 listener.listen(_BACKLOG)

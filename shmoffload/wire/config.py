@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from shmoffload.core.types import OffloadPolicy, parse_admit
-from shmoffload.errors import ConfigError
+from shmoffload.errors import ConfigError, cut
 from shmoffload.wire.layout import namespace_digest, stride_of
 from shmoffload.wire.sizes import parse_size
 
@@ -82,6 +82,7 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             or tail:N (all but a request's last N blocks).
         medium: where it keeps blocks, for ``kv_load_tiers``; None = by its type.
         locality: of that place; None = by its type.
+        key_file: file with a key; what the tier keeps is encrypted with it.
         threads: load threads of the worker, 1 to 8.
         nice: niceness of the worker, 0 to 19.
     """
@@ -95,14 +96,22 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admit: str = "all"
     medium: Literal["CPU", "STORAGE"] | None = None
     locality: Literal["LOCAL", "REMOTE"] | None = None
+    key_file: str | None = None
     threads: int = 2
     nice: int = 10
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``[limits]``: every wait and every queue has a bound; these are they."""
+    """``[limits]``: every wait and every queue has a bound; these are they.
+
+    ``job_deadline_s`` is the most that a job may take, ``job_deadline_min_s`` the
+    least, whatever was measured. ``prefill_s_per_block``: in which the GPU computes
+    a block; 0 = every load is worth while.
+    """
 
     job_deadline_s: float = 30.0
+    job_deadline_min_s: float = 10.0  # a silent worker has as long: hung_after_s
+    prefill_s_per_block: float = 0.0
     heartbeat_s: float = 1.0
     hung_after_s: float = 10.0
     restart_backoff_s: float = 0.1
@@ -231,7 +240,7 @@ def _check(config: Config) -> None:
     """Check what types cannot say, one sentence per fault."""
     if not _NAME.fullmatch(config.session.name):
         raise ConfigError(
-            f'session.name = "{config.session.name}" is not usable: take 1 to 31 '
+            f'session.name = "{cut(config.session.name)}" is not usable: take 1 to 31 '
             f"of a-z 0-9 _ -, beginning with a letter or digit"
         )
     if not 1 <= config.block_bytes <= 1 << 30:
@@ -263,7 +272,8 @@ def _check_limits(limits: LimitsConfig) -> None:
     for name in limits.__struct_fields__:
         value = getattr(limits, name)
         is_time = name.endswith("_s")
-        if not isinstance(value, str) and not 0 < value < math.inf:
+        is_off = value == 0 and name == "prefill_s_per_block"
+        if not isinstance(value, str) and not (0 < value < math.inf or is_off):
             raise ConfigError(f"limits.{name} = {value} must be a number above 0")
         if is_time and value > MAX_WAIT_S:
             raise ConfigError(
@@ -291,7 +301,7 @@ def _check_policy(name: str) -> None:
         known = (*BUILT_IN_POLICIES, *entry_points(group=POLICY_GROUP).names)
         if name not in known:
             raise ConfigError(
-                f'primary.policy = "{name}" is no eviction policy: '
+                f'primary.policy = "{cut(name)}" is no eviction policy: '
                 f"{closest(name, known, 'did you mean {}?', 'known are {}')}"
             )
 
@@ -314,7 +324,7 @@ def _check_tiers(config: Config) -> None:
     for tier in config.tier:
         if not _NAME.fullmatch(tier.name):
             raise ConfigError(
-                f'tier name "{tier.name}" is not usable: take a-z 0-9 _ -'
+                f'tier name "{cut(tier.name)}" is not usable: take a-z 0-9 _ -'
             )
         if tier.name in seen:
             raise ConfigError(
@@ -330,8 +340,13 @@ def _check_tiers(config: Config) -> None:
                 )
         if tier.path is not None and not _is_path(tier.path):
             raise ConfigError(
-                f"tier {tier.name}: path is empty, has a NUL in it, or is longer than "
-                f"{MAX_PATH_BYTES} bytes: give a directory"
+                f"tier {tier.name}: path is empty, has a NUL in it, is no text, or is "
+                f"longer than {MAX_PATH_BYTES} bytes: give a directory"
+            )
+        if tier.key_file is not None and not _is_path(tier.key_file):
+            raise ConfigError(
+                f"tier {tier.name}: key_file is empty, has a NUL in it, is no text, "
+                f"or is longer than {MAX_PATH_BYTES} bytes: give a file with a key"
             )
         try:
             parse_admit(tier.admit)
@@ -347,7 +362,11 @@ def _check_tiers(config: Config) -> None:
 
 
 def _is_path(path: str) -> bool:
-    return 0 < len(path.encode()) <= MAX_PATH_BYTES and "\0" not in path
+    try:
+        num_bytes = len(path.encode())
+    except UnicodeEncodeError:  # half a surrogate pair, as JSON can carry it
+        return False
+    return 0 < num_bytes <= MAX_PATH_BYTES and "\0" not in path
 
 
 _SECTIONS: Final[dict[str, type[msgspec.Struct]]] = {
@@ -364,7 +383,7 @@ def _refuse_unknown(raw: dict[str, Any], struct: type[msgspec.Struct], at: str) 
     for key, value in raw.items():
         if key not in known:
             raise ConfigError(
-                f"unknown key {at}{key}: "
+                f"unknown key {at}{cut(key)}: "
                 f"{closest(key, known, 'did you mean {}?', 'known are {}')}"
             )
         if struct is not Config or key not in _SECTIONS:

@@ -26,6 +26,10 @@ _BODY: Final = struct.Struct("<8sIIQ16s40sQ")
 _SEAL: Final = struct.Struct("<Q")
 _MAGIC: Final = b"SHMOFLD\x01"
 HEADER_BYTES: Final = _BODY.size + _SEAL.size
+# magic, nonce, tag; behind the header, where a tier has a key
+_CIPHER: Final = struct.Struct("<8s12s16s")
+_CIPHER_MAGIC: Final = b"SHMOGCM\x01"
+CIPHER_BYTES: Final = _CIPHER.size + _SEAL.size
 NAMESPACE_BYTES: Final = 16
 
 SLOT_RECORD: Final = struct.Struct("<QIHH40sQ")
@@ -109,6 +113,27 @@ def open_header(header: memoryview | bytes) -> Header | None:
     if (magic, version) != (_MAGIC, LAYOUT_VERSION):
         return None
     return Header(bytes(key[:key_bytes]), num_bytes, digest, checksum)
+
+
+def seal_cipher(nonce: bytes, tag: bytes) -> bytes:
+    """Return what stands behind the header of an encrypted block.
+
+    ``CIPHER_BYTES`` long, with a checksum of its own: damage is found without the
+    key. The header's checksum then is that of the ciphertext.
+    """
+    body = _CIPHER.pack(_CIPHER_MAGIC, nonce, tag)
+    return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def open_cipher(header_page: memoryview | bytes) -> tuple[bytes, bytes] | None:
+    """Return nonce and tag of a header page, None if there are no intact ones."""
+    record = bytes(header_page[HEADER_BYTES : HEADER_BYTES + CIPHER_BYTES])
+    if len(record) < CIPHER_BYTES:
+        return None
+    magic, nonce, tag = _CIPHER.unpack_from(record)
+    if magic != _CIPHER_MAGIC or record != seal_cipher(nonce, tag):
+        return None
+    return nonce, tag
 
 
 def key_of_header(header: memoryview, namespace: bytes) -> bytes | None:

@@ -118,7 +118,7 @@ class TierWord(enum.IntEnum):
     WORKER_EPOCH = 2  # supervisor
     RESTARTS = 3  # supervisor
     STARTED_NS = 4  # supervisor; CLOCK_MONOTONIC
-    TEXT_SEQ = 5  # supervisor: the tier's last error
+    TEXT_SEQ = 5  # supervisor, and a refusing worker: the tier's last error
     HEARTBEAT_NS = 8  # worker; CLOCK_MONOTONIC; by the thread that serves the queue
     COMPLETIONS = 9  # worker; +1 after each reply has been sent
     CAPACITY_BYTES = 10  # worker
@@ -154,6 +154,7 @@ class TierWord(enum.IntEnum):
     IN_FLIGHT_BYTES = 48  # engine
     ENGINE_TIER_UP = 49  # engine; 1 = the engine uses the tier
     JOBS_DROPPED = 50  # engine; cascades without credit
+    BLOCKS_DECLINED = 51  # engine; promotions slower than prefill
     FAILED_NO_SPACE = 64  # worker; BLOCKS_FAILED by what the system said, see Fault
     FAILED_IO = 65  # worker
     FAILED_NO_FILES = 66  # worker
@@ -335,8 +336,9 @@ class SessionPage:
 
     @property
     def num_tiers(self) -> int:
-        """Number of tiers of the session."""
-        return self.get(Word.NUM_TIERS)
+        """Number of tiers of the session; whatever the word says, within the page."""
+        room = (len(self.words) - _HEADER_WORDS) // (_TIER_WORDS + _TIER_TEXT_WORDS)
+        return min(self.get(Word.NUM_TIERS), room)
 
     @property
     def session(self) -> str:
@@ -349,7 +351,7 @@ class SessionPage:
         return name, kind
 
     def set_tier_error(self, tier_idx: int, text: str) -> None:
-        """Record a tier's last error; the supervisor only."""
+        """Record a tier's last error; its worker while it lives, else supervisor."""
         word = self.tier_base(tier_idx) + TierWord.TEXT_SEQ
         odd = self.words[word] | 1
         self.words[word] = odd

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from shmoffload.errors import ConfigError
+from shmoffload.errors import ConfigError, cut
 
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 _UNIT: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -29,7 +29,7 @@ def parse_size(text: str | int, *, key: str = "size") -> int:
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ConfigError(
-            f'{key} = "{text}" is not a size: write a number of bytes or '
+            f'{key} = "{cut(str(text))}" is not a size: write a number of bytes or '
             f'something like "64KiB" or "1.5GiB"'
         )
     return int(float(match[1]) * (1 << _UNIT[match[2].upper()]))

@@ -27,7 +27,7 @@ from shmoffload.errors import TierError
 from shmoffload.wire.session import Fault, TierWord
 from shmoffload.worker.breaker import Breaker
 from shmoffload.worker.faults import StorageGoneError, fault_of
-from shmoffload.worker.seal import Sealer
+from shmoffload.worker.seal import Sealer, blocks_a_piece
 from shmoffload.worker.tier import BlockStatus
 
 if TYPE_CHECKING:
@@ -38,9 +38,12 @@ if TYPE_CHECKING:
     from shmoffload.worker.replies import Counters, Replies
     from shmoffload.worker.tier import Region, Tier
 
-PIECE_BYTES: Final = 8 << 20
 _GIVE_WAY_S: Final = 0.1
 """Stores go on at one piece per this time under endless loads: 80 MiB/s."""
+_KEYS_A_USE: Final = 4096
+"""A tier may keep loads waiting for as long as it orders these."""
+_USE_S: Final = 10.0
+"""Nobody waits for a use; a store behind it would."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +80,26 @@ class Executor:
         queues: JobQueues,
         replies: Replies,
         counters: Counters,
+        sealer: Sealer | None = None,
     ) -> None:
+        """Work for one tier.
+
+        Args:
+            tier: opened, over ``sealer.region``, before the first job.
+            region: the primary.
+            queues: where jobs come from.
+            replies: where answers go.
+            counters: the tier's words in the page.
+            sealer: headers only, if there is none.
+        """
         self._tier = tier
         self._region = region
-        self._sealer = Sealer(region)
+        self._sealer = sealer or Sealer(region)
         self._queues = queues
         self._replies = replies
         self._counters = counters
         self._breaker = Breaker()
-        self._piece = max(1, PIECE_BYTES // region.stride)
+        self._piece = blocks_a_piece(region.stride)
         self._threads: list[threading.Thread] = []
 
     def start(self, *, num_load_threads: int) -> None:
@@ -116,6 +130,9 @@ class Executor:
         time_word = TierWord.LOAD_NS if is_promotion else TierWord.STORE_NS
         try:
             while (job := self._queues.take(is_promotion=is_promotion)) is not None:
+                if job.is_use:
+                    self._use(job)
+                    continue
                 start_ns = time.monotonic_ns()
                 outcome = self._outcome(job, run)
                 self._counters.add({time_word: time.monotonic_ns() - start_ns})
@@ -209,9 +226,9 @@ class Executor:
         self._counters.add({TierWord.BLOCKS_SKIPPED: len(piece) - len(todo)})
         if not todo:
             return
-        for i in todo:
-            self._sealer.seal(job.keys[i], job.slots[i])
-        statuses = self._call(self._tier.put, job, todo, outcome)
+        keys = [job.keys[i] for i in todo]
+        slots = self._sealer.outgoing(keys, [job.slots[i] for i in todo])
+        statuses = self._call(self._tier.put, keys, slots, job, outcome)
         failed = [
             i for i, s in zip(todo, statuses, strict=True) if s is not BlockStatus.OK
         ]
@@ -248,6 +265,14 @@ class Executor:
         if self._tier.caps.exclusive and len(job.keys) > self._piece:
             self._there(job.keys, job, outcome)
 
+    def _use(self, job: Job) -> None:
+        """Use a whole request: its head last, as the most recent; see ``uses``."""
+        job.deadline_s = time.monotonic() + _USE_S
+        for start in reversed(range(0, len(job.keys), _KEYS_A_USE)):
+            if self._excuse(job):
+                return
+            self._there(job.keys[start : start + _KEYS_A_USE], job, Outcome())
+
     def _there(self, keys: Sequence[bytes], job: Job, outcome: Outcome) -> list[bool]:
         """Ask the tier which keys it has; none, if it cannot say."""
         try:
@@ -264,13 +289,15 @@ class Executor:
         self._note_use(job, outcome)
 
     def _load_piece(self, job: Job, piece: range, outcome: Outcome) -> None:
-        statuses = self._call(self._tier.get, job, piece, outcome)
+        keys = [job.keys[i] for i in piece]
+        slots = self._sealer.incoming([job.slots[i] for i in piece])
+        statuses = self._call(self._tier.get, keys, slots, job, outcome)
         tally = dict.fromkeys(BlockStatus, 0)
         bad = []
-        for i, got in zip(piece, statuses, strict=True):
-            status = got
-            if status is BlockStatus.OK and not self._sealer.is_whole(
-                job.keys[i], job.slots[i]
+        for i, slot, told in zip(piece, slots, statuses, strict=True):
+            status = told
+            if status is BlockStatus.OK and not self._sealer.accept(
+                job.keys[i], job.slots[i], slot
             ):
                 status = BlockStatus.BAD
             tally[status] += 1
@@ -306,13 +333,12 @@ class Executor:
     def _call(
         self,
         call: Callable[[list[bytes], list[int], float], list[BlockStatus]],
+        keys: list[bytes],
+        slots: list[int],
         job: Job,
-        positions: Sequence[int],
         outcome: Outcome,
     ) -> list[BlockStatus]:
         """Call the tier; whatever it raises is FAIL for all its blocks."""
-        keys = [job.keys[i] for i in positions]
-        slots = [job.slots[i] for i in positions]
         fault = Fault.OTHER
         try:
             statuses = call(keys, slots, job.deadline_s)

@@ -28,11 +28,13 @@ _LATEST_S: Final = 4e9
 
 @dataclass(slots=True)
 class Job:
-    """One whole store or load.
+    """One whole store or load, or a use that nobody asked for.
 
     Attributes:
         num_keys: keys that the answer speaks of, also where ``keys`` is cut short.
         error: why it must not run; "" when it may.
+        req_id: on whose behalf.
+        is_use: it moves no block and is not answered, see ``uses``.
     """
 
     job_id: int
@@ -42,6 +44,8 @@ class Job:
     slots: list[int] = field(default_factory=list)
     num_keys: int = 0
     error: str = ""
+    req_id: str = ""
+    is_use: bool = False
 
 
 class BadPartError(Exception):
@@ -73,7 +77,9 @@ class Intake:
         if job is None:
             if part.start:
                 raise BadPartError("the head of a job is missing")
-            job = Job(part.job_id, part.is_promotion, part.deadline_s)
+            job = Job(
+                part.job_id, part.is_promotion, part.deadline_s, req_id=part.req_id
+            )
         elif (job.job_id, job.is_promotion) != (part.job_id, part.is_promotion):
             job.error = job.error or "its last parts are missing"
             self._cut.append(job)

@@ -1,7 +1,7 @@
 """The worker's two bounded queues, loads before stores.
 
-Covers: waiting jobs, how I/O threads take them, how stores give way to loads, the
-two ways to stop.
+Covers: waiting jobs, how I/O threads take them, how stores give way to loads, uses
+that wait among the stores, the two ways to stop.
 Does not cover: running a job (``executor``).
 Who calls it: the main thread puts, I/O threads take; every wait is bounded.
 """
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MAX_JOBS: Final = 4096
 """Per direction: as many as the engine's outbox holds by default."""
+MAX_USE_KEYS: Final = 1 << 19
+"""Of the uses that wait; one more is dropped, and costs an order at most."""
 _TAKE_WAIT_S: Final = 1.0
 
 
@@ -27,6 +29,8 @@ class JobQueues:
         self._changed = threading.Condition()
         self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
+        self._num_uses = 0
+        self._num_use_keys = 0
         self._num_running = 0
         self.stopping = False
         """Running pieces end, nothing new starts; queued jobs are answered."""
@@ -34,23 +38,32 @@ class JobQueues:
         """Nobody is there to be answered."""
 
     def __len__(self) -> int:
-        """Jobs that wait or run."""
-        return len(self._loads) + len(self._stores) + self._num_running
+        """Jobs that wait or run; uses are none."""
+        num_waiting = len(self._loads) + len(self._stores) - self._num_uses
+        return num_waiting + self._num_running
 
     def put(self, job: Job) -> bool:
         """Queue a job; False when its queue is full. Never waits."""
         with self._changed:
             queue = self._loads if job.is_promotion else self._stores
-            if len(queue) >= MAX_JOBS:
+            if job.is_use:
+                if self._num_use_keys + len(job.keys) > MAX_USE_KEYS:
+                    return False
+                self._count_use(job, 1)
+            elif len(queue) - (queue is self._stores) * self._num_uses >= MAX_JOBS:
                 return False
             queue.append(job)
             self._changed.notify_all()
         return True
 
+    def _count_use(self, job: Job, sign: int) -> None:
+        self._num_uses += sign
+        self._num_use_keys += sign * len(job.keys)
+
     def take(self, *, is_promotion: bool) -> Job | None:
         """Wait for a job of one direction; None when stopping and none is left.
 
-        The caller says ``done`` when it is through with the job.
+        The caller says ``done`` when it is through with the job, if it is no use.
         """
         queue = self._loads if is_promotion else self._stores
         with self._changed:
@@ -59,7 +72,10 @@ class JobQueues:
                     return None
                 self._changed.wait(_TAKE_WAIT_S)
             job = queue.popleft()
-            self._num_running += 1
+            if job.is_use:
+                self._count_use(job, -1)
+            else:
+                self._num_running += 1
             if not self._loads:
                 self._changed.notify_all()  # a store may be giving way
         return job
@@ -84,4 +100,5 @@ class JobQueues:
                 self.abandoned = True
                 self._loads.clear()
                 self._stores.clear()
+                self._num_uses = self._num_use_keys = 0
             self._changed.notify_all()

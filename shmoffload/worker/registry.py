@@ -28,13 +28,17 @@ _BUILT_IN: Final = {
     "slab": "shmoffload.worker.tiers.slab:SlabTier",
     "fs": "shmoffload.worker.tiers.fs:FsTier",
     "memory": "shmoffload.worker.tiers.memory:MemoryTier",
+    # Of the shipped fault kit: a tier that breaks on purpose. In the table, so that a
+    # checkout finds it, and in no list that a person is shown.
+    "faulty": "shmoffload.testing.faults.tier:FaultyTier",
 }
-_NEEDS_PATH: Final = frozenset({"slab", "fs"})
+_FOR_TESTS: Final = frozenset({"faulty"})
+_NEEDS_PATH: Final = frozenset({"slab", "fs", "faulty"})
 
 
 def tier_types() -> tuple[str, ...]:
-    """Return the names of all registered tier types, sorted."""
-    return tuple(sorted({*_BUILT_IN, *_plugged_in()}))
+    """Return the names of all tier types that a person may want, sorted."""
+    return tuple(sorted({*_BUILT_IN, *_plugged_in()} - _FOR_TESTS))
 
 
 def check_tier_types(config: Config) -> None:

@@ -1,7 +1,7 @@
 """Reading every block of a disk tier, and putting aside what is not right.
 
-Covers: header, key, length and checksum of each block of one namespace's
-directory, ``slab`` and ``fs``; the repair.
+Covers: header, key, length, padding and checksum of each block of one namespace's
+directory, ``slab`` and ``fs``, encrypted or not (without the key); the repair.
 Does not cover: finding and locking directories (``namespaces``), options and output
 (``cli.verify``).
 Who calls it: ``cli.verify``, one thread, with the directory's lock; waits for the
@@ -31,8 +31,10 @@ import xxhash
 from shmoffload.core.types import GROUP_BYTES, MAX_KEY_BYTES
 from shmoffload.errors import TierError
 from shmoffload.wire.layout import (
+    CIPHER_BYTES,
     HEADER_BYTES,
     PAGE_BYTES,
+    open_cipher,
     open_header,
     round_up_to_page,
     stride_of,
@@ -187,19 +189,29 @@ def _judge(
     try:
         # The page cache would show what was written, the disk shows what stayed.
         os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)
-        header = open_header(os.pread(fd, HEADER_BYTES, at + size - PAGE_BYTES))
-        if header is None:
+        page = os.pread(fd, PAGE_BYTES, at + size - PAGE_BYTES)
+        header = open_header(page)
+        if header is None or not _is_clean(page):
             return "damaged header"
         if header.namespace != digest or header.key != key:
             return "another block's header"
         if stride_of(header.num_bytes) != size:
             return "wrong length"
+        end = at + header.num_bytes
+        if any(os.pread(fd, at + size - PAGE_BYTES - end, end)):
+            return "damaged padding"
         checksum = _checksum(fd, at, header.num_bytes)
         os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         return _unreadable(error)
     findings.num_bytes += size
     return "" if checksum == header.checksum else "wrong checksum"
+
+
+def _is_clean(page: bytes) -> bool:
+    """Say whether behind the header there is nothing, or an intact cipher record."""
+    used = HEADER_BYTES if open_cipher(page) is None else HEADER_BYTES + CIPHER_BYTES
+    return not any(page[used:])
 
 
 def _checksum(fd: int, at: int, num_bytes: int) -> int:

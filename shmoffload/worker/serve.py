@@ -28,6 +28,8 @@ from shmoffload.errors import ConfigError, ShmoffloadError, TierConfigError
 from shmoffload.wire.channel import Channel, ChannelClosedError
 from shmoffload.wire.messages import (
     MAX_KEYS_PER_FRAME,
+    Announce,
+    Finished,
     Hello,
     Incomplete,
     JobDone,
@@ -43,6 +45,8 @@ from shmoffload.worker.jobs import MAX_JOBS, JobQueues
 from shmoffload.worker.opening import PATIENCE_S, Opening
 from shmoffload.worker.registry import load_tier
 from shmoffload.worker.replies import Counters, Replies
+from shmoffload.worker.seal import sealer_of
+from shmoffload.worker.uses import Uses
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -75,6 +79,7 @@ class Worker:
         worker_epoch: int,
     ) -> None:
         self._channel = channel
+        self._page, self._tier_idx = page, tier_idx
         self._region = region
         self._tier_config = config.tier[tier_idx]
         self._heartbeat_s = config.limits.heartbeat_s
@@ -90,6 +95,7 @@ class Worker:
             channel, self._counters, epochs=(engine_epoch, worker_epoch)
         )
         self._queues = JobQueues()
+        self._uses = Uses()
         self._refusals: deque[JobDone] = deque()
         self._num_dropped = 0
         self._is_told_to_stop = False
@@ -102,11 +108,16 @@ class Worker:
         wakeup = self._catch_sigterm()
         try:
             tier = load_tier(self._tier_config.type)()
+            sealer = sealer_of(
+                self._tier_config, self._region, max_threads=tier.caps.max_threads
+            )
         except TierConfigError as error:
             return self._refuse(error, is_config_error=True)
-        self._tier = tier
+        except OSError as error:
+            return self._refuse(error, is_config_error=False)
+        self._tier, self._sealer = tier, sealer
         self._executor = Executor(
-            tier, self._region, self._queues, self._replies, self._counters
+            tier, self._region, self._queues, self._replies, self._counters, sealer
         )
         self._opening = Opening(tier, self._open)
         try:
@@ -134,7 +145,8 @@ class Worker:
         return EXIT_OK
 
     def _open(self) -> TierLimits:
-        return self._tier.open(self._tier_config, self._region, self._region.namespace)
+        region = self._sealer.region
+        return self._tier.open(self._tier_config, region, region.namespace)
 
     # Start ------------------------------------------------------------------------
 
@@ -153,7 +165,7 @@ class Worker:
         self._say_limits(limits)
         hello = Hello(
             self._worker_epoch,
-            limits=limits.words,
+            limits=limits.words + self._sealer.words,
             capacity_bytes=limits.capacity_bytes,
             num_resident=len(keys),
             policy=self._tier.caps.policy,
@@ -208,7 +220,8 @@ class Worker:
         if config.path is not None:
             min_free = format_size(parse_size(config.min_free, key="min_free"))
             floor = f", {min_free} are kept free in {config.path}"
-        logger.info("tier %s: at most %s%s", config.name, limits.words, floor)
+        words = limits.words + self._sealer.words
+        logger.info("tier %s: at most %s%s", config.name, words, floor)
 
     def _say(self, message: Hello | Resident) -> bool:
         """Send before serving; an engine that starts slowly is waited for."""
@@ -223,6 +236,7 @@ class Worker:
     def _refuse(self, error: Exception, *, is_config_error: bool) -> int:
         """Say why the tier is not open; return the exit code."""
         text = str(error) or type(error).__name__
+        self._page.set_tier_error(self._tier_idx, text)  # for the supervisor
         hello = Hello(self._worker_epoch, error=text, is_config_error=is_config_error)
         sent = self._replies.send(hello, give_up=lambda: True, turn_s=STOP_TIMEOUT_S)
         # The engine ends with these words: once is enough for a person.
@@ -299,6 +313,8 @@ class Worker:
                         self._take_part(message)
                     elif isinstance(message, Incomplete):
                         self._tell(message.req_id, self._intake.note(message))
+                    else:
+                        self._hear(message)
                 except BadPartError as error:  # the rest of its frame still counts
                     self._drop(error)
             self._counters.add(
@@ -307,6 +323,15 @@ class Worker:
                     TierWord.QUEUE_KEYS: num_keys,
                 }
             )
+
+    def _hear(self, word: Announce | Finished) -> None:
+        """Take the first or the last word about a request, see ``uses``."""
+        if not self._tier.caps.exclusive:
+            return  # its order of use is its own
+        if isinstance(word, Announce):
+            self._uses.announce(word.req_id)
+        elif use := self._uses.finish(word.req_id):
+            self._queues.put(use)
 
     def _take_part(self, part: JobPart) -> None:
         try:
@@ -339,6 +364,7 @@ class Worker:
             job.error = "the tier is still looking for its old blocks"
         elif self._queues.put(job):
             self._counters.set(TierWord.JOBS_QUEUED, len(self._queues))
+            self._uses.note(job)
             return
         self._refusals.append(
             self._replies.job_done(

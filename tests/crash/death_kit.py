@@ -1,13 +1,18 @@
 """One session with a tier that can be held, for the matrix of deaths.
 
-The held tier is a plug-in: its worker finds it by an entry point on ``PYTHONPATH``.
-Files in a folder say where it holds; it says there that it has got so far. The same
-module is the engine's side, in the test's process and in ``doomed_engine``.
+The tier is the fault kit's; a folder says where it holds. The same module is the
+engine's side, in the test's process and in ``doomed_engine``.
 """
 
+import re
+import resource
 import sys
+import threading
 from pathlib import Path
 
+from shmoffload.engine import Engine
+from shmoffload.testing.faults.control import Call, Control
+from shmoffload.testing.faults.deaths import supervisor_pid, worker_pid
 from shmoffload.testing.poll import wait_until
 from shmoffload.wire.session import TierWord
 
@@ -15,64 +20,20 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "integration"))
 
 import engine_kit as kit  # noqa: E402
+from supervisor_kit import is_alive  # noqa: E402
 
 NUM_SLOTS, NUM_KEYS = 32, 6
 STAGES = ["starting", "idle", "mid-load", "mid-store", "draining"]
 EXIT_CODE = 7
 WAIT_S = 60
-
-HELD_TIER = """
-import os, threading, time
-from pathlib import Path
-from shmoffload.worker.tiers.slab import SlabTier
-
-class HeldTier(SlabTier):
-    def open(self, config, region, namespace):
-        self.control = Path(config.path).parent / "control"
-        threading.Thread(target=self.obey, daemon=True).start()
-        self.hold("open")
-        return super().open(config, region, namespace)
-
-    def obey(self):
-        while True:
-            try:
-                (self.control / "exit").unlink()
-            except FileNotFoundError:
-                time.sleep(0.01)
-            else:
-                os._exit(7)
-
-    def hold(self, where):
-        if (self.control / f"hold-{where}").exists():
-            (self.control / f"held-{where}").touch()
-            while (self.control / f"hold-{where}").exists():
-                time.sleep(0.002)
-
-    def put(self, keys, slots, deadline_s):
-        half = len(keys) // 2
-        done = super().put(keys[:half], slots[:half], deadline_s)
-        self.hold("store")
-        return done + super().put(keys[half:], slots[half:], deadline_s)
-
-    def get(self, keys, slots, deadline_s):
-        half = len(keys) // 2
-        done = super().get(keys[:half], slots[:half], deadline_s)
-        self.hold("load")
-        return done + super().get(keys[half:], slots[half:], deadline_s)
-"""
-
-
-def install_plugin(folder):
-    """Put the held tier where ``PYTHONPATH`` finds it."""
-    info = folder / "held_tier-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: held-tier\nVersion: 1\n"
-    )
-    (info / "entry_points.txt").write_text(
-        "[shmoffload.tiers]\nheld = held_tier:HeldTier\n"
-    )
-    (folder / "held_tier.py").write_text(HELD_TIER)
+NEVER_WAITING = (
+    *("step_begin", "on_schedule_end", "flush", "on_new_request", "lookup"),
+    *("prepare_load", "complete_load", "prepare_store", "complete_store"),
+    *("on_request_finished", "has_pending_work", "reset_cache", "touch"),
+)
+"""Calls of a step: none of them waits, whoever dies (INV-31)."""
+LEFT_BY_A_TIER = re.compile(r"lock|slab\.bin|index\.sqlite|[0-9a-f]{72}")
+"""All that a fresh start and an orderly end leave in a tier's directory."""
 
 
 def blocks(stage):
@@ -81,41 +42,27 @@ def blocks(stage):
     return [kit.keys_of(first + at, NUM_KEYS) for at in (0, 100, 200)]
 
 
-class Control:
-    """The folder by which a held tier is told, and tells."""
-
-    def __init__(self, folder):
-        self.folder = folder / "control"
-        self.folder.mkdir(exist_ok=True)
-
-    def hold(self, where):
-        (self.folder / f"hold-{where}").touch()
-
-    def release(self):
-        for file in [*self.folder.glob("hold-*"), *self.folder.glob("held-*")]:
-            file.unlink(missing_ok=True)
-
-    def is_held(self, where):
-        return (self.folder / f"held-{where}").exists()
-
-    def wait_held(self, where, *, meanwhile=lambda: None):
-        wait_until(
-            lambda: meanwhile() or self.is_held(where),
-            timeout_s=WAIT_S,
-            what=f"the tier to be held at {where}",
-        )
-
-    def exit_worker(self):
-        (self.folder / "exit").touch()
+def make_control(folder, inner=None):
+    """Return what tells the faulty tier of a test what to do wrong."""
+    return Control(folder / "tier", inner=inner)
 
 
-def make_config(session, folder, *, hung_after_s=30.0, start_timeout_s=90.0):
+def make_config(
+    session,
+    folder,
+    *,
+    slots=NUM_SLOTS,
+    max_bytes="2MiB",
+    hung_after_s=30.0,
+    start_timeout_s=90.0,
+    job_deadline_s=20.0,
+):
     """Hangs are found late unless asked for: a busy machine looks like one."""
     tiers = [
         {
-            "type": "held",
-            "path": str(folder / "slab"),
-            "max_bytes": "2MiB",
+            "type": "faulty",
+            "path": str(folder / "tier"),
+            "max_bytes": max_bytes,
             "min_free": 0,
             "nice": 0,
         },
@@ -124,15 +71,40 @@ def make_config(session, folder, *, hung_after_s=30.0, start_timeout_s=90.0):
     return kit.make_config(
         session,
         tiers,
-        slots=NUM_SLOTS,
+        slots=slots,
         heartbeat_s=0.1,
         hung_after_s=hung_after_s,
-        job_deadline_s=20.0,
+        job_deadline_s=job_deadline_s,
+        job_deadline_min_s=job_deadline_s,  # nobody dies here of a slow machine
         start_timeout_s=start_timeout_s,
         restart_backoff_s=0.05,
         restart_backoff_max_s=0.2,
         close_timeout_s=20.0,
     )
+
+
+def watch(engine):
+    """Have every call of a step note whether its thread gave up the processor."""
+    engine.waits = []
+
+    def watched(name):
+        call = getattr(engine, name)
+
+        def run(*args, **kwargs):
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+            try:
+                return call(*args, **kwargs)
+            finally:
+                after = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+                # Beside another thread of ours it may have waited for that one.
+                if after != before and threading.active_count() == 1:
+                    engine.waits.append((name, after - before))
+
+        return run
+
+    for name in NEVER_WAITING:
+        setattr(engine, name, watched(name))
+    return engine
 
 
 def reach(stage, engine, control):
@@ -144,17 +116,17 @@ def reach(stage, engine, control):
     engine.on_request_finished(ctx)
     kit.step(engine)
     if stage in ("mid-store", "draining"):
-        control.hold("store")
+        control.hold(Call.PUT)
         ctx = kit.request(engine, "new")
         kit.store(engine, ctx, new)
         engine.on_request_finished(ctx)
-        control.wait_held("store", meanwhile=lambda: kit.step(engine))
+        control.wait_held(Call.PUT, meanwhile=lambda: kit.step(engine))
     elif stage == "mid-load":
         kit.drop_primary(engine)
-        control.hold("load")
+        control.hold(Call.GET)
         ctx = kit.request(engine, "load")
         assert kit.scan(engine, ctx, old) is None
-        control.wait_held("load", meanwhile=lambda: kit.scan(engine, ctx, old))
+        control.wait_held(Call.GET, meanwhile=lambda: kit.scan(engine, ctx, old))
         engine.on_request_finished(ctx)
         kit.step(engine)
 
@@ -164,6 +136,21 @@ def is_all_up(engine):
     return all(tier.is_up for tier in engine.tiers)
 
 
+def fenced(engine, pid):
+    """Return a step after which no job may be over while its dead man lives.
+
+    For a worker that can no longer answer: only its proven death frees its slots.
+    """
+    num_jobs = engine.tiers[0].num_open_jobs
+
+    def step():
+        kit.step(engine)
+        is_over = engine.tiers[0].num_open_jobs < num_jobs
+        assert not (is_over and is_alive(pid)), "a job ended before its worker"
+
+    return step
+
+
 def settle(engine):
     """Wait until every tier is up and every job answered."""
     wait_until(lambda: is_all_up(engine), timeout_s=WAIT_S, what="all tiers to be up")
@@ -171,8 +158,8 @@ def settle(engine):
     kit.step(engine)
 
 
-def check_quiet(engine):
-    """Nothing is open, pinned or lost, and no answer came twice."""
+def check_quiet(engine, *, late_replies=0):
+    """Nothing is open, pinned or lost, no answer came twice, and no call waited."""
     engine.manager.check_integrity()
     table = engine.manager.table
     assert not engine.is_broken
@@ -180,11 +167,12 @@ def check_quiet(engine):
     assert table.num_pending == table.num_pinned == table.num_quarantined == 0
     assert len(table.blocks) + table.num_free == table.num_slots
     assert [tier.num_open_jobs for tier in engine.tiers] == [0, 0]
-    assert [tier.late_replies for tier in engine.tiers] == [0, 0]
+    assert [tier.late_replies for tier in engine.tiers] == [late_replies, 0]
     assert [tier.open_store_bytes for tier in engine.tiers] == [0, 0]
+    assert getattr(engine, "waits", []) == []
 
 
-def check_serves(engine, stages):
+def check_serves(engine, stages, *, late_replies=0):
     """Old blocks come back from a tier with right bytes, new ones are taken."""
     kit.drop_primary(engine)
     ctx = kit.request(engine, "again")
@@ -198,8 +186,43 @@ def check_serves(engine, stages):
     assert kit.load(engine, ctx, later) == NUM_KEYS
     engine.on_request_finished(ctx)
     kit.step(engine)
-    check_quiet(engine)
+    check_quiet(engine, late_replies=late_replies)
 
 
-def worker_pid(engine, tier_idx=0):
-    return engine.page.get_tier(tier_idx, TierWord.WORKER_PID)
+def check_storage(control):
+    """Nothing but blocks is left of all the deaths, once all have left in order."""
+    files = [path for path in control.store.rglob("*") if path.is_file()]
+    assert files
+    assert [p for p in files if not LEFT_BY_A_TIER.fullmatch(p.name)] == []
+
+
+class Neighbour:
+    """Another live session, which deaths in the first one must not touch."""
+
+    def __init__(self, session):
+        tiers = [{"type": "memory", "max_bytes": "1MiB", "nice": 0}]
+        self.engine = Engine(kit.make_config(session, tiers, slots=8))
+        self.session = session
+        self.keys = kit.keys_of(90_000, 4)
+
+    def __enter__(self):
+        ctx = kit.request(self.engine, "neighbour")
+        assert kit.store(self.engine, ctx, self.keys) == self.keys
+        assert self.engine.wait_idle(WAIT_S)
+        self.seen = self.look()
+        return self
+
+    def look(self):
+        pids = worker_pid(self.session), supervisor_pid(self.session)
+        assert all(pids)
+        return pids, self.engine.page.get_tier(0, TierWord.RESTARTS)
+
+    def __exit__(self, *_):
+        try:
+            kit.drop_primary(self.engine)
+            ctx = kit.request(self.engine, "again")
+            assert kit.load(self.engine, ctx, self.keys) == len(self.keys)
+            assert self.look() == self.seen
+            assert not self.engine.is_broken
+        finally:
+            self.engine.close()

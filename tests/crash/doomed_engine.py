@@ -36,7 +36,7 @@ def main():
         if sys.argv[4:]:
             dk.check_serves(engine, sys.argv[4:])
             dk.kit.drop_primary(engine)
-        dk.reach(stage, engine, dk.Control(folder))
+        dk.reach(stage, engine, dk.make_control(folder))
         say("there")
         if stage != "draining":
             assert told.wait(dk.WAIT_S)

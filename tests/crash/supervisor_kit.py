@@ -10,6 +10,7 @@ from pathlib import Path
 from fake_engine import LONG_S
 
 from shmoffload.testing.poll import wait_until
+from shmoffload.wire import names
 
 HERE = Path(__file__).parent
 TOML = """
@@ -43,10 +44,10 @@ def toml(name, *, backoff_s=0.1, hung_after_s=30, start_timeout_s=30):
 
 
 def is_alive(pid):
+    """Say whether a thread of it is left; the first one may be dead before others."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        )
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
 
@@ -57,6 +58,20 @@ def wait_gone(pids, *, timeout_s=LONG_S):
         timeout_s=timeout_s,
         what=f"the end of {pids}",
     )
+
+
+def sweep_to_end(session, *, kept_too=False):
+    """Sweep until no name of a session whose processes are dead is left.
+
+    A lock may outlive its process for an instant: whoever reads its /proc entry just
+    then holds its memory, and with it the descriptor.
+    """
+
+    def is_clean():
+        names.sweep(session, kept_too=kept_too)
+        return names_of(session) == []
+
+    wait_until(is_clean, timeout_s=LONG_S, what="locks of processes that still end")
 
 
 def names_of(session):

@@ -5,38 +5,53 @@ right bytes or a miss, the other tier was not touched, the tier is back, and aft
 fresh start no name and no process is left (the autouse fixture looks).
 """
 
-import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import death_kit as dk
 import pytest
-from supervisor_kit import is_alive, names_of, pids_of, wait_gone
+from supervisor_kit import names_of, pids_of
 
 from shmoffload.engine import Engine
-from shmoffload.errors import NoSessionError, StartError
+from shmoffload.errors import StartError
+from shmoffload.testing.faults.control import Call
+from shmoffload.testing.faults.deaths import (
+    Death,
+    resume,
+    strike,
+    supervisor_pid,
+    wait_gone,
+    worker_pid,
+)
+from shmoffload.testing.leaks import new_session_name
 from shmoffload.testing.poll import wait_until
-from shmoffload.wire.session import SessionPage, TierWord, Word
+from shmoffload.wire.session import SessionPage, TierWord
 
-SIGNALS = {"SIGKILL": 9, "SIGSEGV": 11, "SIGBUS": 7, "hang": signal.SIGSTOP}
-WAYS = [*SIGNALS, "exit code"]
+FILES_DIE_OF = (Death.SIGSEGV, Death.EXIT)
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
-def control(tmp_path, monkeypatch):
-    plugins = tmp_path / "plugins"
-    dk.install_plugin(plugins)
-    monkeypatch.syspath_prepend(str(plugins))
-    paths = [str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    made = dk.Control(tmp_path)
+def control(request, tmp_path):
+    """Slabs die of some deaths and files of the others: each of both kinds."""
+    params = getattr(getattr(request.node, "callspec", None), "params", {})
+    made = dk.make_control(
+        tmp_path, inner="fs" if params.get("how") in FILES_DIE_OF else "slab"
+    )
     yield made
-    made.release()
+    made.clear()
+
+
+@pytest.fixture
+def neighbour():
+    with dk.Neighbour(new_session_name()) as made:
+        yield made
 
 
 class Victim:
@@ -49,16 +64,8 @@ class Victim:
 
     def find(self):
         """Return the victim's pid, 0 while the session or the process starts."""
-        try:
-            page = SessionPage.look(self.session)
-        except NoSessionError:
-            return 0
-        try:
-            if self.who == "worker":
-                return page.get_tier(0, TierWord.WORKER_PID)
-            return page.get(Word.SUPERVISOR_PID)
-        finally:
-            page.close()
+        find = worker_pid if self.who == "worker" else supervisor_pid
+        return find(self.session)
 
     def aim(self, *, meanwhile=lambda: None):
         self.pid = wait_until(
@@ -69,14 +76,12 @@ class Victim:
 
     def strike(self):
         """Let it die its death; the held tier goes on when that is done."""
-        if self.how != "exit code":
-            os.kill(self.pid, SIGNALS[self.how])
-        elif self.who == "worker":
-            self.control.exit_worker()
+        if self.how is Death.EXIT and self.who == "worker":
+            self.control.exit(dk.EXIT_CODE)
         else:
-            os.kill(self.pid, signal.SIGTERM)  # the only way to make it leave
-        if self.how != "hang":
-            self.wait_gone()
+            assert strike(self.pid, self.how)
+        if self.how is not Death.HANG:
+            wait_gone(self.pid)
         self.control.release()
 
     def strike_at(self, is_time):
@@ -85,25 +90,20 @@ class Victim:
         def run():
             wait_until(is_time, timeout_s=dk.WAIT_S, what="the moment to strike")
             self.strike()
-            if self.how == "hang" and self.goes_on:
-                os.kill(self.pid, signal.SIGCONT)
+            if self.how is Death.HANG and self.goes_on:
+                resume(self.pid)
 
         thread = threading.Thread(target=run)
         thread.start()
         return thread
 
-    def wait_gone(self):
-        wait_until(
-            lambda: not is_alive(self.pid), timeout_s=dk.WAIT_S, what="the death"
-        )
-
 
 def start_over_a_death(victim, control, config):
     """Start an engine while its tier opens and the victim dies."""
-    control.hold("open")
+    control.hold(Call.OPEN)
 
     def is_time():
-        if not control.is_held("open"):
+        if not control.is_held(Call.OPEN):
             return False
         victim.pid = victim.find()
         return victim.pid
@@ -118,7 +118,7 @@ def start_over_a_death(victim, control, config):
 def check_start_over_a_hang(victim, control, folder):
     """What does not open in time is the start's failure, in one sentence."""
     config = dk.make_config(victim.session, folder, start_timeout_s=5)
-    with pytest.raises(StartError, match="held did not come up in 5 s"):
+    with pytest.raises(StartError, match="faulty did not come up in 5 s"):
         start_over_a_death(victim, control, config)
     wait_until(
         lambda: not names_of(victim.session) and not pids_of(victim.session),
@@ -139,63 +139,81 @@ def close_over_a_death(victim, engine):
 
 def wait_noticed(engine, victim):
     """Until the engine has seen the death, or the supervisor has ended the hung."""
-    if victim.how == "hang" and victim.goes_on:
+    if victim.how is Death.HANG and victim.goes_on:
         assert engine.wait_idle(dk.WAIT_S)  # the work needs no supervisor
-        os.kill(victim.pid, signal.SIGCONT)
+        resume(victim.pid)
         return
-    now = victim.find
+    is_worker = victim.who == "worker"
+    step = dk.fenced(engine, victim.pid) if is_worker else partial(dk.kit.step, engine)
     wait_until(
-        lambda: dk.kit.step(engine) or now() not in (0, victim.pid),
+        lambda: step() or victim.find() not in (0, victim.pid),
         timeout_s=dk.WAIT_S,
         what=f"the next {victim.who}",
     )
 
 
-def check_sentence(engine, victim):
-    """A death is told in one sentence: the signal by name, or what else it was."""
-    text = engine.page.tier_error(0)
-    words = {"exit code": f"exit code {dk.EXIT_CODE}", "hang": ""}
-    assert words.get(victim.how, victim.how) in text
-    assert text
-    assert "\n" not in text
+CAUSES = {
+    Death.SIGKILL: r"killed by SIGKILL \(out of memory, or by hand\)",
+    Death.SIGSEGV: r"killed by SIGSEGV \(a crash in native code\)",
+    Death.SIGBUS: r"killed by SIGBUS \(/dev/shm is full, or its file was cut\)",
+    Death.EXIT: rf"left with exit code {dk.EXIT_CODE}; its last lines are on stderr",
+    Death.HANG: r"hung: no heartbeat for [\d.]+ s",
+}
 
 
-def die_and_check(engine, victim, stage):
-    others = dk.worker_pid(engine, 1)
+def check_sentence(caplog, engine, victim, num_jobs):
+    """A death is told in one sentence: tier, pid, cause, jobs, what comes next."""
+    said = [r.getMessage() for r in caplog.records if "worker" in r.getMessage()]
+    assert len(said) == 1, said
+    assert re.fullmatch(
+        rf"tier faulty: worker {victim.pid} {CAUSES[victim.how]}; {num_jobs} of its "
+        r"jobs failed; all that the tier holds is a miss until the next worker is up",
+        said[0],
+    )
+    assert re.fullmatch(CAUSES[victim.how], engine.page.tier_error(0))
+
+
+def die_and_check(engine, victim, stage, caplog):
+    others = worker_pid(victim.session, 1)
     dk.reach(stage, engine, victim.control)
     victim.aim(meanwhile=lambda: dk.kit.step(engine))
+    num_jobs = engine.tiers[0].num_open_jobs
+    assert num_jobs == (stage != "idle")
+    caplog.clear()
     victim.strike()
     wait_noticed(engine, victim)
     dk.settle(engine)
     dk.check_quiet(engine)
     dk.check_serves(engine, [stage])
     if victim.who == "worker":
-        assert dk.worker_pid(engine, 1) == others
-        check_sentence(engine, victim)
+        assert worker_pid(victim.session, 1) == others
+        check_sentence(caplog, engine, victim, num_jobs)
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.usefixtures("neighbour")
+@pytest.mark.parametrize("how", list(Death))
 @pytest.mark.parametrize("who", ["worker", "supervisor"])
-def test_deaths_under_a_live_engine(session_name, tmp_path, control, who, how):
+def test_deaths_under_a_live_engine(session_name, tmp_path, control, caplog, who, how):
     """At each stage in turn, in one engine's life: a start takes longest."""
     config = dk.make_config(
-        session_name, tmp_path, hung_after_s=3 if how == "hang" else 30
+        session_name, tmp_path, hung_after_s=3 if how is Death.HANG else 30
     )
     victim = Victim(who, how, session_name, control)
-    if (who, how) == ("worker", "hang"):
+    if (who, how) == ("worker", Death.HANG):
         check_start_over_a_hang(victim, control, tmp_path)
         started = Engine(config)
     else:
         started = start_over_a_death(victim, control, config)
-    with started as engine:
+    with dk.watch(started) as engine:
         dk.reach("starting", engine, control)
         dk.check_serves(engine, ["starting"])
         for stage in ("idle", "mid-load", "mid-store"):
-            die_and_check(engine, victim, stage)
+            die_and_check(engine, victim, stage, caplog)
         dk.reach("draining", engine, control)
         close_over_a_death(victim, engine)
     with Engine(config) as engine:
         dk.check_serves(engine, dk.STAGES)
+    dk.check_storage(control)
 
 
 class Doomed:
@@ -205,7 +223,7 @@ class Doomed:
         command = [sys.executable, str(dk.HERE / "doomed_engine.py")]
         self.session, self.stage, self.control = session, stage, control
         if stage == "starting":
-            control.hold("open")
+            control.hold(Call.OPEN)
         self.process = subprocess.Popen(
             [*command, session, str(folder), stage, *seen],
             stdin=subprocess.PIPE,
@@ -214,7 +232,7 @@ class Doomed:
         )
         try:
             if stage == "starting":
-                control.wait_held("open")
+                control.wait_held(Call.OPEN)
             else:
                 assert self.process.stdout.readline() == "there\n"
         except BaseException:
@@ -230,19 +248,19 @@ class Doomed:
         self.control.release()
 
     def die(self, how):
-        if how == "exit code":
+        if how is Death.EXIT:
             self.process.stdin.write("exit\n")
             self.process.stdin.flush()
             assert self.process.wait(dk.WAIT_S) == dk.EXIT_CODE
         else:
-            self.process.send_signal(SIGNALS[how])
-            assert self.process.wait(dk.WAIT_S) == -SIGNALS[how]
+            assert strike(self.process.pid, how)
+            assert self.process.wait(dk.WAIT_S) == -signal.Signals[how.value]
 
     def stop_and_go_on(self):
         """A stopped engine is nobody's to clean up: it goes on where it was."""
         page = SessionPage.look(self.session)
         num_done = page.get_tier(0, TierWord.COMPLETIONS)
-        self.process.send_signal(signal.SIGSTOP)
+        assert strike(self.process.pid, Death.HANG)
         self.control.release()
         if self.stage != "idle":  # its worker goes on alone
             wait_until(
@@ -252,7 +270,7 @@ class Doomed:
             )
         page.close()
         assert len(names_of(self.session)) == 3
-        self.process.send_signal(signal.SIGCONT)
+        assert resume(self.process.pid)
         if self.stage == "starting":
             assert self.process.stdout.readline() == "there\n"
         if self.stage != "draining":
@@ -269,21 +287,23 @@ class Doomed:
         )
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.usefixtures("neighbour")
+@pytest.mark.parametrize("how", list(Death))
 def test_deaths_of_the_engine(session_name, tmp_path, control, how):
     """At each stage in turn; each next engine finds what the last one had stored."""
     seen = []
     for stage in dk.STAGES:
         with Doomed(session_name, tmp_path, stage, control, seen=seen) as engine:
-            if how == "hang":
+            if how is Death.HANG:
                 engine.stop_and_go_on()
             else:
                 engine.die(how)
             engine.wait_cleaned_up()
-        if stage != "starting" or how == "hang":
+        if stage != "starting" or how is Death.HANG:
             seen = [stage]
     with Engine(dk.make_config(session_name, tmp_path)) as fresh:
         dk.check_serves(fresh, dk.STAGES[1:])
+    dk.check_storage(control)
 
 
 def test_twenty_lives_and_deaths_leave_no_trace(session_name, tmp_path, control):
@@ -296,9 +316,9 @@ def test_twenty_lives_and_deaths_leave_no_trace(session_name, tmp_path, control)
             files = [os.stat(f"/dev/shm/{name}") for name in names_of(session_name)]
             used.add((len(pids), sum(file.st_blocks for file in files)))
             for pid in pids:
-                with contextlib.suppress(ProcessLookupError):  # gone with another
-                    os.kill(pid, signal.SIGKILL)
-            wait_gone(pids)
+                strike(pid, Death.SIGKILL)  # some are gone with another
+            for pid in pids:
+                wait_gone(pid)
     assert len(used) == 1, used
     with Engine(dk.make_config(session_name, tmp_path)) as fresh:
         dk.check_serves(fresh, ["mid-load"])

@@ -10,6 +10,7 @@ import os
 import signal
 
 import pytest
+from supervisor_kit import sweep_to_end
 from warm_kit import (
     BLOCK_BYTES,
     KEYS,
@@ -42,16 +43,6 @@ def swept(session_name):
     """Remove what persists, as ``clean`` does, once the dead have let go of it."""
     yield
     sweep_to_end(session_name, kept_too=True)
-
-
-def sweep_to_end(session, *, kept_too=False):
-    """Sweep until nothing is left; what dies lets go of its locks one by one."""
-
-    def is_clean():
-        names.sweep(session, kept_too=kept_too)
-        return our_names(session) == []
-
-    wait_until(is_clean, timeout_s=LONG_S, what="locks of processes that still end")
 
 
 def end(process, how):

@@ -21,7 +21,8 @@ def make_config(session, tiers, *, slots=32, namespace="test", **limits):
             "session": {"name": session, "namespace": namespace},
             "primary": {"block_bytes": BLOCK_BYTES, "slots": slots},
             "tier": tiers,
-            "limits": {"close_timeout_s": 10.0, **limits},
+            # A test holds a tier as long as it likes, however quick it was before.
+            "limits": {"close_timeout_s": 10.0, "job_deadline_min_s": 600.0, **limits},
         }
     )
 

@@ -221,6 +221,8 @@ def test_a_killed_worker_costs_hits_and_no_byte(config_of, workload, tmp_path):
         (("--gpu", "5%"), "--gpu 0"),
         (("--window", "9"), "A:B"),
         (("--speed", "0"), "--speed"),
+        (("--prefill-tokens-per-s", "-1"), "--prefill-tokens-per-s -1"),
+        (("--prefill-tokens-per-s", "nan"), "--prefill-tokens-per-s nan"),
         (("--block-bytes", "x"), "not a size"),
         (("--block-tokens", "100"), "multiple"),
         (("--wrong", "1"), "--wrong"),

@@ -31,11 +31,21 @@ TIMEOUT_S = 40
 class WorkerRig:
     """Region, page, and one worker on the tier given as keywords."""
 
-    def __init__(self, session, *, slots=64, heartbeat_s=0.1, **tier):
+    def __init__(
+        self,
+        session,
+        *,
+        slots=64,
+        heartbeat_s=0.1,
+        block_bytes=BLOCK_BYTES,
+        namespace="test",
+        **tier,
+    ):
+        self.block_bytes = block_bytes
         self.config = wire_config.from_dict(
             {
-                "session": {"name": session, "namespace": "test"},
-                "primary": {"block_bytes": BLOCK_BYTES, "slots": slots},
+                "session": {"name": session, "namespace": namespace},
+                "primary": {"block_bytes": block_bytes, "slots": slots},
                 "tier": [{"min_free": 0, **tier}],
                 "limits": {"heartbeat_s": heartbeat_s},
             }
@@ -173,12 +183,12 @@ class WorkerRig:
         return list(array.array("i", done.failed_idx)), done.error
 
     def fill(self, slot, key):
-        self.region.slot_view(slot)[:] = random.Random(key).randbytes(BLOCK_BYTES)
+        block = random.Random(key).randbytes(self.block_bytes)
+        self.region.slot_view(slot)[:] = block
 
     def holds(self, slot, key):
-        return bytes(self.region.slot_view(slot)) == random.Random(key).randbytes(
-            BLOCK_BYTES
-        )
+        block = random.Random(key).randbytes(self.block_bytes)
+        return bytes(self.region.slot_view(slot)) == block
 
     def exit_code(self):
         return self.process.wait(timeout=TIMEOUT_S)

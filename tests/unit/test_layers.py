@@ -154,6 +154,7 @@ def test_the_reader_of_imports_sees_every_form():
         "shmoffload.worker.tiers.slab",
         "shmoffload.worker.tiers.fs",
         "shmoffload.worker.tiers.memory",
+        "shmoffload.testing.faults.tier",
         "shmoffload.supervisor.__main__",
         "shmoffload.cli.status",
         "shmoffload.cli.doctor",

@@ -201,6 +201,18 @@ class TestDropIn:
         assert settings.config.credit_bytes == 1 << 30
         assert settings.config.limits.job_deadline_s == 5
 
+    def test_prefill_in_tokens_becomes_time_per_block(self):
+        def seconds(rate, **changes):
+            extra = with_bytes(shmoffload={"limits": {"prefill_tokens_per_s": rate}})
+            return read(extra, **changes).config.limits.prefill_s_per_block
+
+        assert seconds(8000) == 32 / 8000
+        assert seconds(8000.0, blocks_per_chunk=4) == 4 * 32 / 8000
+        # Each token is in a block of each group; a block counts for its part.
+        groups = (group(), group(group_id=1))
+        assert seconds(8000, groups=groups) == 16 / 8000
+        assert seconds(0) == read().config.limits.prefill_s_per_block == 0
+
     def test_the_configuration_survives_the_way_to_another_process(self, tmp_path):
         config = read(with_tier(type="fs", root_dir=str(tmp_path))).config
         assert decode(encode(config)) == config
@@ -320,9 +332,9 @@ class TestRefusals:
             (with_bytes(eviction_policy="lur"), 'eviction_policy = "lur" is no evic'),
             (with_bytes(eviction_policy=7), "eviction_policy = 7 is not a name"),
             (with_bytes(store_threshold=-1), "store_threshold = -1 is no count"),
-            (with_bytes(max_tracker_size="x"), "max_tracker_size = 'x' is no count"),
+            (with_bytes(max_tracker_size="x"), 'max_tracker_size = "x" is no count'),
             (with_bytes(max_tracker_size=0), "max_tracker_size = 0"),
-            (with_bytes(shmoffload="llm0"), "shmoffload = 'llm0' is not a mapping"),
+            (with_bytes(shmoffload="llm0"), 'shmoffload = "llm0" is not a mapping'),
             (with_bytes(shmoffload={"sesion": "a"}), "did you mean session?"),
             (
                 with_bytes(shmoffload={"namespace": 7}),
@@ -332,6 +344,28 @@ class TestRefusals:
             (
                 with_bytes(shmoffload={"limits": {"job_deadline": 1}}),
                 "shmoffload.limits.job_deadline: did you mean job_deadline_s",
+            ),
+            (
+                with_bytes(shmoffload={"limits": {"prefill_s_per_block": 1}}),
+                "follows from the block size here: give prefill_tokens_per_s",
+            ),
+            (
+                with_bytes(shmoffload={"limits": {"prefill_tokens_per_s": "fast"}}),
+                'shmoffload.limits.prefill_tokens_per_s = "fast" is not',
+            ),
+            (
+                with_bytes(shmoffload={"limits": {"prefill_tokens_per_s": True}}),
+                "shmoffload.limits.prefill_tokens_per_s = true is not a number",
+            ),
+            (
+                with_bytes(shmoffload={"limits": {"prefill_tokens_per_s": -1}}),
+                "shmoffload.limits.prefill_tokens_per_s = -1 is not usable",
+            ),
+            (
+                with_bytes(
+                    shmoffload={"limits": {"prefill_tokens_per_s": float("inf")}}
+                ),
+                "shmoffload.limits.prefill_tokens_per_s = inf is not usable",
             ),
             (
                 with_bytes(shmoffload={"limits": {"heartbeat_s": -1}}),
@@ -355,6 +389,9 @@ class TestRefusals:
         [
             ({"type": "fs"}, "is not a list: write a list of"),
             ("fs", 'secondary_tiers = "fs" is not a list'),
+            ({}, "secondary_tiers = {} is not a list"),
+            ("", 'secondary_tiers = "" is not a list'),
+            (False, "secondary_tiers = false is not a list"),
             (["fs"], 'secondary_tiers[0] = "fs" is not a tier'),
             ([{}], 'secondary_tiers[0] has no type: add "type": "slab"'),
             ([FS, {"type": 3}], "secondary_tiers[1] has no type"),
@@ -369,6 +406,13 @@ class TestRefusals:
             ([{"type": "fs", "root_dir": 7}], "root_dir = 7 is no directory"),
             ([FS | {"root_dirs": 1}], "unknown key root_dirs: did you mean root_dir?"),
             ([FS | {"n_read_threads": 0}], "n_read_threads = 0 is no number"),
+            (
+                [FS | {"enable_kv_events": "false"}],
+                'enable_kv_events = "false" is neither true nor false',
+            ),
+            ([FS | {"enable_kv_events": 1}], "enable_kv_events = 1 is neither"),
+            ([FS | {"key_file": 7}], "key_file"),
+            ([FS | {"key_file": ""}], "key_file is empty"),
             ([FS | {"n_read_threads": 2, "threads": 2}], "threads and n_read_threads"),
             ([FS | {"locality": "NEAR"}], "NEAR"),
             ([FS | {"max_bytes": 1}], "max_bytes = 1 holds no block"),
@@ -378,6 +422,40 @@ class TestRefusals:
     )
     def test_tiers(self, tiers, sentence):
         assert sentence in refusal(with_bytes(secondary_tiers=tiers))
+
+    @pytest.mark.parametrize(
+        "extra",
+        [
+            {"secondary_tiers": "x" * 9999},
+            {"secondary_tiers": ["x" * 9999]},
+            {"secondary_tiers": [{"type": "x" * 9999}]},
+            {"secondary_tiers": [FS | {"x" * 9999: 1}]},
+            {"secondary_tiers": [FS | {"enable_kv_events": "x" * 9999}]},
+            {"secondary_tiers": [FS | {"n_read_threads": "x" * 9999}]},
+            {"secondary_tiers": [FS | {"name": "x" * 9999}]},
+            {"secondary_tiers": [FS | {"max_bytes": "x" * 9999}]},
+            {"shmoffload": "x" * 9999},
+            {"shmoffload": {"session": "x" * 9999}},
+            {"shmoffload": {"revision": ["x" * 9999]}},
+            {"shmoffload": {"limits": "x" * 9999}},
+            {"shmoffload": {"limits": {"x" * 9999: 1}}},
+            {"shmoffload": {"limits": {"credit_bytes": "x" * 9999}}},
+            {"eviction_policy": "x" * 9999},
+            {"eviction_policy": ["x" * 9999]},
+            {"store_threshold": "x" * 9999},
+            {"cpu_bytes_to_use": "x" * 9999},
+            {"x" * 9999: 1},
+        ],
+        ids=lambda extra: str(extra)[:40],
+    )
+    def test_long_values_are_shown_cut(self, extra):
+        sentence = refusal(with_bytes(**extra))
+        assert "xxx..." in sentence
+        assert len(sentence) < 700
+
+    def test_a_tiers_key_file_is_ours(self):
+        tier = read(with_tier(type="memory", key_file="/k")).config.tier[0]
+        assert tier.key_file == "/k"
 
     def test_what_is_refused_as_a_type_may_be_a_plug_in(self, monkeypatch):
         monkeypatch.setattr(

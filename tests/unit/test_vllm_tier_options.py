@@ -114,6 +114,7 @@ def test_what_changes_bytes_changes_the_namespace():
         (SLAB | {"limits": 3}, "mapping"),
         (SLAB | {"limits": {"credit_bytes": 1}}, "set staging_bytes"),
         (SLAB | {"limits": {"job_deadlines": 1}}, "job_deadline_s"),
+        (SLAB | {"limits": {"prefill_s_per_block": 1}}, "vLLM decides what is loaded"),
         (SLAB | {"session": 3}, "not text"),
         (SLAB | {"session": "NO"}, "NO"),
     ],

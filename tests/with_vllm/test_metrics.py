@@ -1,5 +1,6 @@
 """Our figures through vLLM's own Prometheus half: declared, zero first, exact."""
 
+import errno
 import functools
 import types
 
@@ -13,10 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 from vllm.v1.kv_offload import base as vllm_base
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from shmoffload.testing.faults.control import Call, Control
 from shmoffload.testing.poll import wait_until
 from shmoffload.vllm.report import metrics
 from shmoffload.vllm.report.metric_names import ALLOCATION_SIZE, DEFINITIONS
-from shmoffload.wire.session import TierWord
+from shmoffload.wire.session import Fault, TierWord
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -255,6 +257,38 @@ def test_failures_have_a_reason(session_name, tmp_path):
 
         wait_until(is_back, timeout_s=30.0, what="a restart")
         assert page.value(ours + "tier_worker_restarts", "1:slab") == 1
+
+
+def test_what_the_system_refused_is_told_apart(session_name, tmp_path):
+    """A full disk, and a broken one, want different persons."""
+    faults, page = Control(tmp_path), Page()
+    tiers = [{"type": "faulty", "path": str(tmp_path), "min_free": 0, "nice": 0}]
+    with server(settings_of(session_name, tiers)) as started:
+        ctx = started.request("a")
+        refused = "vllm:shmoffload_tier_blocks_refused"
+        backing_off = "vllm:shmoffload_tier_backing_off"
+
+        def value(name, reason):
+            page.take(started.manager)
+            return page.value(name, "1:faulty", reason)
+
+        for i in range(3):
+            faults.fail(Call.PUT, errno.EIO)
+            started.store(ctx, keys_of(i, 1))
+            wait_until(
+                lambda i=i: value(refused, "io") == i + 1,
+                timeout_s=60.0,
+                what="a refused block",
+            )
+            assert value(refused, "no_space") == 0
+        wait_until(
+            lambda: value(backing_off, "io") == 1, timeout_s=60.0, what="backing off"
+        )
+        assert value(backing_off, "no_space") == 0
+        failed = "vllm:shmoffload_tier_blocks_failed"
+        assert value(failed, "storage_refused") == 3
+        started.engine.page.set_tier(0, TierWord.BACKING_OFF, Fault.NO_SPACE)
+        assert (value(backing_off, "no_space"), value(backing_off, "io")) == (1, 0)
 
 
 def spoil(folder):

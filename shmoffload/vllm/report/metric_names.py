@@ -138,7 +138,7 @@ _OURS: Final = {
         "Calls about something unknown, finished, answered or reset."
     ),
     "overdue_jobs": _counter(
-        "Jobs that missed limits.job_deadline_s; their worker is killed."
+        "Jobs that missed their deadline; their worker is killed."
     ),
     "promotions_dropped": _counter(
         "Promotions queued and never sent: their request was over, or a reset."
@@ -165,6 +165,23 @@ _OURS: Final = {
     "tier_blocks_failed": _counter(
         "Blocks that failed: bad_block (header, key or checksum), not_there, "
         "storage_refused (the system refused a read or write).",
+        "tier",
+        "reason",
+    ),
+    "tier_blocks_declined": _counter(
+        "Blocks that the GPU computes sooner than the tier would have brought them "
+        "(limits.prefill_tokens_per_s).",
+        "tier",
+    ),
+    "tier_blocks_refused": _counter(
+        "The storage_refused of tier_blocks_failed, by what the system said: no_space "
+        "(min_free included), io, no_files, no_access, read_only, other.",
+        "tier",
+        "reason",
+    ),
+    "tier_backing_off": _gauge(
+        "1: stores failed again and again for this reason, and the tier takes one now "
+        "and then to see whether they work; the reasons of tier_blocks_refused.",
         "tier",
         "reason",
     ),

@@ -32,7 +32,7 @@ from shmoffload.vllm.report.metric_names import (
     PRIMARY_LABEL,
     Kind,
 )
-from shmoffload.wire.session import TierWord, Word
+from shmoffload.wire.session import Fault, TierWord, Word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -331,6 +331,11 @@ class Metrics:
             lambda: counters.incomplete_keys[idx],
             label,
         )
+        add(
+            _OURS + "tier_blocks_declined",
+            lambda: counters.promotions_declined[idx],
+            label,
+        )
         add(_OURS + "tier_late_replies", lambda: tier.late_replies, label)
         add(_OURS + "tier_in_flight_bytes", lambda: tier.open_store_bytes, label)
 
@@ -356,6 +361,16 @@ class Metrics:
         add(name, word(TierWord.BLOCKS_BAD), label, "bad_block")
         add(name, word(TierWord.BLOCKS_MISSED), label, "not_there")
         add(name, word(TierWord.BLOCKS_FAILED), label, "storage_refused")
+        backing_off = base + TierWord.BACKING_OFF
+        for fault in Fault:
+            reason = fault.name.lower()
+            add(_OURS + "tier_blocks_refused", word(fault.word), label, reason)
+            add(
+                _OURS + "tier_backing_off",
+                lambda fault=fault: int(words[backing_off] == fault),  # type: ignore[misc]
+                label,
+                reason,
+            )
         name = _OURS + "tier_blocks"
         add(name, word(TierWord.BLOCKS_READ), label, "read")
         add(name, word(TierWord.BLOCKS_WRITTEN), label, "written")

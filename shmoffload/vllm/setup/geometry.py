@@ -1,6 +1,6 @@
 """Bytes of a block, and the set-ups whose blocks cannot be kept.
 
-Covers: one rank's part of a slot, windows, limits of size and of ranks.
+Covers: one rank's part of a slot, its tokens, windows, limits of size and of ranks.
 Does not cover: what only vLLM's own configuration tells (``release``).
 Who calls it: ``settings``; only attributes of vLLM's ``OffloadingConfig`` are read.
 """
@@ -58,6 +58,16 @@ def part_bytes_of(config: Any) -> int:  # noqa: ANN401
         )
     part_bytes: int = block_bytes * config.cache.blocks_per_chunk
     return part_bytes
+
+
+def tokens_per_key(config: Any) -> float:  # noqa: ANN401
+    """Return the tokens that one key stands for, on average.
+
+    With several KV groups as many keys share a token, each with its part of it.
+    """
+    per_chunk = config.cache.blocks_per_chunk
+    tokens: list[int] = [g.tokens_per_block * per_chunk for g in config.groups]
+    return 1 / sum(1 / num for num in tokens)
 
 
 def refuse_large_blocks(config: Any, block_bytes: int) -> None:  # noqa: ANN401

@@ -23,7 +23,8 @@ What vLLM has no word for is in the one mapping ``shmoffload``, all of it option
 * ``namespace``: text of yours that keeps blocks apart.
 * ``revision``: of the model, where its files do not tell (see ``namespace``).
 * ``primary``: ``{"accept_prefix": true}``.
-* ``limits``: as in docs/configuration.md.
+* ``limits``: as in docs/configuration.md; here ``prefill_tokens_per_s`` in place of
+  ``prefill_s_per_block``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shmoffload.errors import ConfigError
+from shmoffload.errors import ConfigError, cut, shown
 from shmoffload.vllm.setup import geometry
 from shmoffload.vllm.setup.namespace import namespace_text
 from shmoffload.vllm.setup.tiers import read_tiers
@@ -167,7 +168,7 @@ def read_settings(config: Any, *, engine: str = "") -> Settings:  # noqa: ANN401
         **_section(ours, "primary"),
     }
     tiers, tier_events, tier_notes = read_tiers(
-        extra.get("secondary_tiers") or [],
+        () if extra.get("secondary_tiers") is None else extra["secondary_tiers"],
         replica=parallel.data_parallel_index,
         has_events=bool(config.enable_kv_cache_events),
     )
@@ -178,10 +179,6 @@ def read_settings(config: Any, *, engine: str = "") -> Settings:  # noqa: ANN401
         own=_text(ours, "namespace"),
         revision=_text(ours, "revision"),
     )
-    limits = _section(ours, "limits")
-    # A block may be larger than our default for bytes in flight.
-    limits.setdefault("credit_bytes", max(_CREDIT_BYTES, 4 * stride_of(block_bytes)))
-    limits.setdefault("start_timeout_s", _START_TIMEOUT_S)
     return Settings(
         config=_checked(
             {
@@ -191,7 +188,7 @@ def read_settings(config: Any, *, engine: str = "") -> Settings:  # noqa: ANN401
                 },
                 "primary": primary,
                 "tier": tiers,
-                "limits": limits,
+                "limits": _limits(ours, config, block_bytes),
             }
         ),
         num_ranks=parallel.world_size,
@@ -232,7 +229,7 @@ def _policy(extra: Mapping[str, Any], notes: list[str]) -> str:
         policy = "auto"
     if not isinstance(policy, str):
         raise ConfigError(
-            f"eviction_policy = {policy!r} is not a name: take one of "
+            f"eviction_policy = {shown(policy)} is not a name: take one of "
             f"{', '.join(BUILT_IN_POLICIES)}"
         )
     if extra.get("cache_policy_module_path"):
@@ -262,7 +259,7 @@ def _numbers(extra: Mapping[str, Any], *keys: str) -> dict[str, int]:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ConfigError(
-                f"{key} = {value!r} is no count: give a whole number >= 0"
+                f"{key} = {shown(value)} is no count: give a whole number >= 0"
             )
         found[key] = value
     return found
@@ -277,7 +274,7 @@ def _session_name(config: Any, own: str) -> str:  # noqa: ANN401
         name = f"{own}-dp{replica}" if is_one_of_many else own
         if not _SESSION.fullmatch(name):
             raise ConfigError(
-                f'shmoffload.session = "{own}" is not usable: take 1 to '
+                f'shmoffload.session = "{cut(own)}" is not usable: take 1 to '
                 f"{31 - len(name) + len(own)} of a-z 0-9 _ -, beginning with a letter "
                 f"or digit"
             )
@@ -295,7 +292,7 @@ def _our_keys(extra: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
     if not isinstance(ours, Mapping):
         raise ConfigError(
-            f"shmoffload = {ours!r} is not a mapping: write "
+            f"shmoffload = {shown(ours)} is not a mapping: write "
             f'"shmoffload": {{"session": "llm0"}}'
         )
     _refuse_unknown(ours, _OUR_KEYS, "shmoffload.")
@@ -308,7 +305,7 @@ def _section(ours: Mapping[str, Any], name: str) -> dict[str, Any]:
     if section is None:
         return {}
     if not isinstance(section, Mapping):
-        raise ConfigError(f"shmoffload.{name} = {section!r} is not a mapping")
+        raise ConfigError(f"shmoffload.{name} = {shown(section)} is not a mapping")
     if name == "primary":
         for key in section:
             if key in _ELSEWHERE:
@@ -320,13 +317,44 @@ def _section(ours: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(section)
 
 
+def _limits(
+    ours: Mapping[str, Any],
+    config: Any,  # noqa: ANN401
+    block_bytes: int,
+) -> dict[str, Any]:
+    limits = _section(ours, "limits")
+    # A block may be larger than our default for bytes in flight.
+    limits.setdefault("credit_bytes", max(_CREDIT_BYTES, 4 * stride_of(block_bytes)))
+    limits.setdefault("start_timeout_s", _START_TIMEOUT_S)
+    if "prefill_s_per_block" in limits:
+        raise ConfigError(
+            "shmoffload.limits.prefill_s_per_block follows from the block size here: "
+            "give prefill_tokens_per_s in its place, the tokens that the server "
+            "computes in a second of prefill"
+        )
+    rate = limits.pop("prefill_tokens_per_s", 0)
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        raise ConfigError(
+            f"shmoffload.limits.prefill_tokens_per_s = {shown(rate)} is not a number: "
+            f"give the tokens that the server computes in a second of prefill, or 0"
+        )
+    if not 0 <= rate < math.inf:
+        raise ConfigError(
+            f"shmoffload.limits.prefill_tokens_per_s = {rate} is not usable: give a "
+            f"number above 0, or 0 to load whatever a tier has"
+        )
+    if rate:
+        limits["prefill_s_per_block"] = geometry.tokens_per_key(config) / rate
+    return limits
+
+
 def _text(ours: Mapping[str, Any], key: str) -> str:
     value = ours.get(key)
     if value is None:
         return ""
     if not isinstance(value, str):
         raise ConfigError(
-            f'shmoffload.{key} = {value!r} is not text: write "{key}": "{value}"'
+            f'shmoffload.{key} = {shown(value)} is not text: write "{key}": "..."'
         )
     return value
 
@@ -335,7 +363,7 @@ def _refuse_unknown(raw: Mapping[str, Any], known: tuple[str, ...], at: str) -> 
     for key in raw:
         if key not in known:
             raise ConfigError(
-                f"unknown key {at}{key} in kv_connector_extra_config: "
+                f"unknown key {at}{cut(str(key))} in kv_connector_extra_config: "
                 f"{closest(str(key), known, 'did you mean {}?', 'known are {}')}"
             )
 

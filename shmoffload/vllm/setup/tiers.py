@@ -8,19 +8,21 @@ Who calls it: ``settings``, at start; metric definitions; any thread.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from shmoffload.errors import ConfigError
+from shmoffload.errors import ConfigError, cut, shown
 from shmoffload.wire.config import closest
 from shmoffload.worker.registry import needs_path, tier_types
 
 MAX_LOAD_THREADS: Final = 8
 _BUILT_IN: Final = ("fs", "memory", "slab")
 
-_SAME: Final = ("name", "max_bytes", "min_free", "policy", "admit", "threads", "nice")
+_SAME: Final = (
+    *("name", "max_bytes", "min_free", "policy", "admit", "threads", "nice"),
+    "key_file",
+)
 _KNOWN: Final = (
     *_SAME,
     "type",
@@ -61,7 +63,7 @@ def read_tiers(
     """
     if not isinstance(raw, list | tuple):
         raise ConfigError(
-            f"secondary_tiers = {_shown(raw)} is not a list: write a list of "
+            f"secondary_tiers = {shown(raw)} is not a list: write a list of "
             f'{{"type": "slab", "root_dir": "/some/dir"}}'
         )
     read = [
@@ -85,14 +87,14 @@ def read_tiers(
 def _read_tier(raw: object, at: str, replica: int) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(raw, Mapping):
         raise ConfigError(
-            f"{at} = {_shown(raw)} is not a tier: write "
+            f"{at} = {shown(raw)} is not a tier: write "
             f'{{"type": "slab", "root_dir": "/some/dir"}}'
         )
     kind = _type_of(raw, at)
     for key in raw:
         if key not in _KNOWN:
             raise ConfigError(
-                f"{at} ({kind}): unknown key {key}: "
+                f"{at} ({kind}): unknown key {cut(str(key))}: "
                 f"{closest(str(key), _KNOWN, 'did you mean {}?', 'known are {}')}"
             )
     tier = {key: raw[key] for key in _SAME if raw.get(key) is not None} | {"type": kind}
@@ -102,6 +104,12 @@ def _read_tier(raw: object, at: str, replica: int) -> tuple[dict[str, Any], list
     path = _path_of(raw, kind, at, replica)
     if path is not None:
         tier["path"] = path
+    wants_events = raw.get("enable_kv_events")
+    if wants_events is not None and not isinstance(wants_events, bool):
+        raise ConfigError(
+            f"{at} ({kind}): enable_kv_events = {shown(wants_events)} is neither true "
+            f"nor false: write it without quotes"
+        )
     notes = _read_threads(raw, tier, f"{at} ({kind})")
     if raw.get("backpressure") is not None:
         notes.append(
@@ -128,7 +136,7 @@ def _type_of(raw: Mapping[str, Any], at: str) -> str:
         why = _NEAREST.get(kind) or closest(
             kind, known, "did you mean {}?", "known are {}"
         )
-        raise ConfigError(f'{at}: there is no tier type "{kind}": {why}')
+        raise ConfigError(f'{at}: there is no tier type "{cut(kind)}": {why}')
     return kind
 
 
@@ -147,7 +155,7 @@ def _path_of(raw: Mapping[str, Any], kind: str, at: str, replica: int) -> str | 
     path = raw[given[0]]
     if not isinstance(path, str) or not path:
         raise ConfigError(
-            f"{at} ({kind}): {given[0]} = {_shown(path)} is no directory: "
+            f"{at} ({kind}): {given[0]} = {shown(path)} is no directory: "
             f"write its path as text"
         )
     return path if replica == 0 else os.path.join(path, f"dp{replica}")
@@ -160,7 +168,7 @@ def _read_threads(raw: Mapping[str, Any], tier: dict[str, Any], at: str) -> list
     if wanted is not None:
         if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
             raise ConfigError(
-                f"{at}: n_read_threads = {_shown(wanted)} is no number of threads: "
+                f"{at}: n_read_threads = {shown(wanted)} is no number of threads: "
                 f"give 1 to {MAX_LOAD_THREADS}"
             )
         if "threads" in tier:
@@ -170,7 +178,7 @@ def _read_threads(raw: Mapping[str, Any], tier: dict[str, Any], at: str) -> list
         tier["threads"] = min(wanted, MAX_LOAD_THREADS)
         if wanted > MAX_LOAD_THREADS:
             notes.append(
-                f"{at}: n_read_threads = {wanted}: a tier's process has at most "
+                f"{at}: n_read_threads = {shown(wanted)}: a tier's process has at most "
                 f"{MAX_LOAD_THREADS} load threads, so it gets {MAX_LOAD_THREADS}"
             )
     if raw.get("n_write_threads") is not None:
@@ -187,12 +195,3 @@ def _name_twins(tiers: list[dict[str, Any]]) -> None:
     for number, tier in enumerate(tiers, start=1):
         if "name" not in tier and kinds.count(tier["type"]) > 1:
             tier["name"] = f"{tier['type']}{number}"
-
-
-def _shown(value: object) -> str:
-    """Phrase a wrong value as the person wrote it: in JSON, not too long."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from shmoffload.errors import ConfigError
+from shmoffload.errors import ConfigError, shown
 from shmoffload.vllm.setup.namespace import namespace_text
 from shmoffload.vllm.setup.tiers import read_tiers
 from shmoffload.wire.config import Config, TierConfig, closest, from_dict
@@ -112,13 +112,18 @@ def _limits(options: Mapping[str, Any], staging_bytes: int) -> dict[str, Any]:
     limits = options.get("limits") or {}
     if not isinstance(limits, Mapping):
         raise ConfigError(
-            f"ShmTier: limits = {limits!r} is not a mapping: write "
+            f"ShmTier: limits = {shown(limits)} is not a mapping: write "
             f'{{"job_deadline_s": 30}}'
         )
     if "credit_bytes" in limits:
         raise ConfigError(
             "ShmTier: limits.credit_bytes is half of the staging: remove it, and set "
             "staging_bytes"
+        )
+    if "prefill_s_per_block" in limits:
+        raise ConfigError(
+            "ShmTier: limits.prefill_s_per_block has no meaning here, where vLLM "
+            "decides what is loaded: remove it"
         )
     # Stores may fill half of the staging, so that loads find room in the other.
     return {**limits, "credit_bytes": staging_bytes // 2}
@@ -160,6 +165,6 @@ def _text(options: Mapping[str, Any], key: str) -> str:
         return ""
     if not isinstance(value, str):
         raise ConfigError(
-            f'ShmTier: {key} = {value!r} is not text: write "{key}": "{value}"'
+            f'ShmTier: {key} = {shown(value)} is not text: write "{key}": "..."'
         )
     return value

@@ -265,7 +265,7 @@ class Wire:
 
 @given(st.integers(0, 3 * MAX_KEYS_PER_FRAME))
 def test_a_notice_is_split_by_frames_and_arrives_whole_and_in_order(num_keys):
-    link, wire = TierLink(engine_epoch=1, job_deadline_s=1.0), Wire()
+    link, wire = TierLink(engine_epoch=1), Wire()
     link._channel = wire
     every = [key(i) for i in range(num_keys)]
     link.send([RequestIncomplete("a", every), FinishRequest("a")])
@@ -277,7 +277,7 @@ def test_a_notice_is_split_by_frames_and_arrives_whole_and_in_order(num_keys):
 
 
 def test_notices_of_many_requests_share_frames_up_to_the_limit():
-    link, wire = TierLink(engine_epoch=1, job_deadline_s=1.0), Wire()
+    link, wire = TierLink(engine_epoch=1), Wire()
     link._channel = wire
     link.send([RequestIncomplete("a", keys(*range(600))) for _ in range(3)])
     sizes = [sum(len(m.keys) for m in decode_to_worker(f)) for f in wire.frames]

@@ -59,7 +59,7 @@ def honest(fuzzer):
 def test_every_job_is_answered_once_whatever_comes():
     fuzzer = FrameFuzzer(seed())
     tier = tier_with_jobs()
-    link = TierLink(engine_epoch=EPOCHS[0], job_deadline_s=30.0)
+    link = TierLink(engine_epoch=EPOCHS[0])
     ours, theirs = channel_pair()
     link.connect(ours, os.pidfd_open(os.getpid()), worker_epoch=EPOCHS[1])
     answered = {}
@@ -97,7 +97,7 @@ def test_every_job_is_answered_once_whatever_comes():
 
 
 def test_a_worker_that_talks_without_end_does_not_hold_a_step():
-    link = TierLink(engine_epoch=EPOCHS[0], job_deadline_s=30.0)
+    link = TierLink(engine_epoch=EPOCHS[0])
     ours, theirs = channel_pair()
 
     class Endless:
@@ -122,7 +122,7 @@ def test_a_worker_that_talks_without_end_does_not_hold_a_step():
 def test_a_cut_list_of_failures_is_no_success():
     """Three bytes of a position once read as "nothing failed"."""
     tier = tier_with_jobs()
-    link = TierLink(engine_epoch=EPOCHS[0], job_deadline_s=30.0)
+    link = TierLink(engine_epoch=EPOCHS[0])
     ours, theirs = channel_pair()
     link.connect(ours, os.pidfd_open(os.getpid()), worker_epoch=EPOCHS[1])
     theirs.send(encode_frame([JobDone(*EPOCHS, 0, b"\0\0\0")]))

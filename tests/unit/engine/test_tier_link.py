@@ -34,7 +34,7 @@ def job_of(num_keys, req_id="r"):
 
 @pytest.fixture
 def link():
-    opened = TierLink(engine_epoch=1, job_deadline_s=30.0)
+    opened = TierLink(engine_epoch=1)
     yield opened
     opened.close()
 

@@ -1,6 +1,7 @@
 """Faults about who hears what, and when: announce, store, load, finished.
 
-The ids are those of the list of faults that real systems had.
+The ids are those of the list of faults that real systems had
+(``tests/faults/test_all_fault_ids.py``); there each has its real processes.
 """
 
 from manager_kit import (

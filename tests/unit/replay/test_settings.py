@@ -44,6 +44,14 @@ def test_less_than_a_block(text):
         build(primary=text)
 
 
+def test_prefill_goes_into_the_limits():
+    made = build_config(
+        session="s", primary="5%", tiers=(), scale=SCALE, prefill_s_per_block=0.064
+    )
+    assert made.limits.prefill_s_per_block == 0.064
+    assert build().limits.prefill_s_per_block == 0
+
+
 def test_tiers(tmp_path):
     first, second = build(
         f"slab:{tmp_path}/new/deep,cap=100%",

@@ -158,6 +158,39 @@ def test_refusal_waits_for_the_next_engine():
     assert turn(life, 1e6) is Act.START
 
 
+@pytest.mark.parametrize(
+    ("code", "words", "kept"),
+    [
+        (2, "path is a file", "path is a file"),
+        (1, "Input/output error", "Input/output error"),
+        (-9, "Input/output error", ""),  # the signal came after the words
+        (0, "anything", ""),
+    ],
+)
+def test_last_words_count_if_it_left_by_itself(code, words, kept):
+    life = started_life(ready=False)
+    life.exited(code, now_s=1.0, words=words)
+    assert life.words == kept
+    assert ("its sentence is on stderr" in life.reason) is False
+    killed = started_life()
+    assert killed.kill(killed.epoch, "a deadline")
+    assert turn(killed, 1.0) is Act.KILL
+    killed.exited(code, now_s=1.0, words=words)
+    assert (killed.words, killed.reason) == ("", "a deadline")
+
+
+def test_words_are_of_the_last_end_only():
+    """Else they would stand in the page for a worker that is stuck, or not there."""
+    life = started_life()
+    life.exited(1, now_s=1.0, words="No space left on device")
+    life.start_failed("Too many open files", now_s=2.0)
+    assert (life.words, life.reason[-19:]) == ("", "Too many open files")
+    life = started_life()
+    life.exited(1, now_s=1.0, words="No space left on device")
+    life.started(now_s=2.0)
+    assert life.words == ""
+
+
 def test_failed_start_is_tried_again():
     life = WorkerLife(LIMITS)
     life.want(now_s=0.0)

@@ -28,12 +28,16 @@ def test_the_three_places(monkeypatch):
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_made_for_us_alone_whatever_the_umask(where, umask):
+def test_made_for_us_alone_whatever_the_umask(where, umask, monkeypatch):
+    where = where / "deep" / "er"
+    monkeypatch.setenv("SHMOFFLOAD_RUNTIME_DIR", str(where))
     old = os.umask(umask)
     try:
         with runtime_dir.listening("s"):
-            assert where.stat().st_mode & 0o777 == 0o700
-            assert (where / "s.lock").stat().st_mode & 0o777 == 0o600
+            for directory in (where, where.parent, where.parent.parent):
+                assert directory.stat().st_mode & 0o777 == 0o700
+            for name in ("s.lock", "s.sock"):
+                assert (where / name).stat().st_mode & 0o777 == 0o600
     finally:
         os.umask(old)
 

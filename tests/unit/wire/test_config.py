@@ -104,8 +104,17 @@ REFUSED = {
         changed(limits={"heartbeat_s": 30, "hung_after_s": 2}),
         "hung_after_s = 2 would find healthy workers hung, which beat every 30 s",
     ),
+    "prefill below 0": (
+        changed(limits={"prefill_s_per_block": -1}),
+        "prefill_s_per_block = -1.0 must be a number above 0",
+    ),
+    "least deadline": (
+        changed(limits={"job_deadline_min_s": 0}),
+        "job_deadline_min_s = 0.0 must be a number above 0",
+    ),
     "one bracket": (changed(tier={"type": "memory"}), r"write \[\[tier\]\]"),
     "path with NUL": (tiers({"path": "/a\0b"}), "has a NUL in it"),
+    "path of half a pair": (tiers({"path": "/a\ud800"}), "is no text"),
     "endless path": (tiers({"path": "/a" * 600}), "longer than 1024 bytes"),
     "credit": (
         changed(limits={"credit_bytes": "4K"}),
@@ -121,6 +130,13 @@ def test_bad_configuration_is_one_sentence(raw, sentence):
         cfg.from_dict(raw)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_no_prefill_rate_is_no_fault():
+    config = cfg.from_dict(changed(limits={"prefill_s_per_block": 0}))
+    assert config == cfg.from_dict(GOOD)
+    config = cfg.from_dict(changed(limits={"prefill_s_per_block": 0.25}))
+    assert cfg.decode(cfg.encode(config)).limits.prefill_s_per_block == 0.25
 
 
 def test_defaults_and_derived_sizes():

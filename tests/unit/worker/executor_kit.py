@@ -12,6 +12,7 @@ from shmoffload.worker.executor import Executor
 from shmoffload.worker.intake import Job
 from shmoffload.worker.jobs import JobQueues
 from shmoffload.worker.replies import Counters, Replies
+from shmoffload.worker.seal import Sealer
 
 TIMEOUT_S = 30
 
@@ -25,12 +26,18 @@ class HeapPage:
     def tier_base(self, tier_idx):
         return 0
 
+    def set_tier_error(self, tier_idx, text):
+        self.error = text
+
 
 class Rig:
     """Queues, threads and the engine's end around one tier."""
 
-    def __init__(self, tier, region, *, threads=1, max_blocks=16, path=None):
+    def __init__(
+        self, tier, region, *, threads=1, max_blocks=16, path=None, sealer=None
+    ):
         self.region = region
+        self.sealer = sealer or Sealer(region)
         self.tier = tier
         self.config = TierConfig(
             type="any",
@@ -39,13 +46,15 @@ class Rig:
             max_bytes=max_blocks * region.stride,
             min_free=0,
         )
-        tier.open(self.config, region, region.namespace)
+        tier.open(self.config, self.sealer.region, self.sealer.region.namespace)
         self.engine, worker = channel_pair()
         self.page = HeapPage()
         counters = Counters(self.page, 0)
         self.replies = Replies(worker, counters, epochs=(1, 2))
         self.queues = JobQueues()
-        self.executor = Executor(tier, region, self.queues, self.replies, counters)
+        self.executor = Executor(
+            tier, region, self.queues, self.replies, counters, self.sealer
+        )
         self.worker = worker
         self.threads = threads
         self.next_id = 0

@@ -1,11 +1,11 @@
 """F33: no corrupted byte is ever data; each one is a counted miss, read once."""
 
-import os
 import random
 
 import pytest
 from executor_kit import Rig
 
+from shmoffload.testing.faults.damage import blocks_of
 from shmoffload.testing.tier_tests import HeapRegion, key_of
 from shmoffload.wire.session import TierWord
 from shmoffload.worker.tiers.fs import FsTier
@@ -31,40 +31,10 @@ def rig(request, tmp_path):
     with made:
         made.fill(KEYS)
         assert made.run(KEYS, range(NUM)) == ([], [], "")
-        made.disk = Disk(made, tmp_path)
+        made.is_slab = request.param is SlabTier
+        made.blocks = {block.key: block for block in blocks_of(tmp_path)}
+        assert set(made.blocks) == set(KEYS)
         yield made
-
-
-class Disk:
-    """The stored blocks as bytes of files."""
-
-    def __init__(self, rig, path):
-        self.stride = rig.region.stride
-        self.folder = path / rig.region.namespace.hex()
-        self.is_slab = isinstance(rig.tier, SlabTier)
-        if self.is_slab:
-            self.slots = dict(rig.tier._table.lru.items())
-
-    def place(self, key):
-        if self.is_slab:
-            return self.folder / "slab.bin", self.slots[key] * self.stride
-        name = key.hex()
-        return self.folder / name[:2] / name, 0
-
-    def read(self, key):
-        path, at = self.place(key)
-        with path.open("rb") as file:
-            file.seek(at)
-            return file.read(self.stride)
-
-    def write(self, key, data, offset=0):
-        path, at = self.place(key)
-        with path.open("r+b") as file:
-            file.seek(at + offset)
-            file.write(data)
-
-    def keys_by_place(self):
-        return sorted(KEYS, key=lambda key: self.place(key)[1])
 
 
 def expect_misses(rig, bad):
@@ -93,19 +63,14 @@ def expect_misses(rig, bad):
 def test_f33_a_flipped_bit_anywhere_in_a_block(rig):
     rng = random.Random(33)
     for key in KEYS[:NUM_BAD]:
-        offset = rng.randrange(rig.disk.stride)
-        byte = rig.disk.read(key)[offset]
-        rig.disk.write(key, bytes([byte ^ 1 << rng.randrange(8)]), offset)
+        rig.blocks[key].flip(rng)
     expect_misses(rig, set(KEYS[:NUM_BAD]))
 
 
 def test_f33_swapped_blocks(rig):
-    rng = random.Random(34)
-    keys = rng.sample(KEYS, NUM_BAD)
+    keys = random.Random(34).sample(KEYS, NUM_BAD)
     for a, b in zip(keys[::2], keys[1::2], strict=True):
-        data_a, data_b = rig.disk.read(a), rig.disk.read(b)
-        rig.disk.write(a, data_b)
-        rig.disk.write(b, data_a)
+        rig.blocks[a].swap(rig.blocks[b])
     expect_misses(rig, set(keys))
 
 
@@ -114,7 +79,7 @@ def test_f33_a_block_under_another_keys_name(rig):
     keys = KEYS[:NUM_BAD]
     rng.shuffle(keys)
     for key in keys:
-        rig.disk.write(key, rig.disk.read(rng.choice(KEYS[NUM_BAD:])))
+        rig.blocks[rng.choice(KEYS[NUM_BAD:])].copy_to(rig.blocks[key])
     expect_misses(rig, set(keys))
 
 
@@ -122,31 +87,27 @@ def test_f33_a_torn_block(rig):
     """The end of a block is an older one's, or was never written."""
     rng = random.Random(36)
     for key in KEYS[:NUM_BAD]:
-        at = rng.randrange(rig.disk.stride - 4096)  # in the payload at the latest
-        end = rig.disk.read(rng.choice(KEYS[NUM_BAD:]))[at:]
-        rig.disk.write(key, rng.choice([end, b"\0" * len(end)]), at)
+        at = rng.randrange(rig.region.stride - 4096)  # in the payload at the latest
+        end = rig.blocks[rng.choice(KEYS[NUM_BAD:])].read()[at:]
+        rig.blocks[key].write(rng.choice([end, b"\0" * len(end)]), at)
     expect_misses(rig, set(KEYS[:NUM_BAD]))
 
 
 def test_f33_a_truncated_file(rig):
     """A thousand files, or the last thousand blocks of a slab, end early."""
     rng = random.Random(37)
-    by_place = rig.disk.keys_by_place()
-    bad = by_place[NUM_FINE:]
-    for key in bad[:1] if rig.disk.is_slab else bad:
-        path, at = rig.disk.place(key)
-        os.truncate(path, at + rng.choice([0, 1, rng.randrange(rig.disk.stride)]))
+    bad = list(rig.blocks)[NUM_FINE:]
+    for key in bad[:1] if rig.is_slab else bad:
+        rig.blocks[key].truncate(rng)
     expect_misses(rig, set(bad))
 
 
 @only["slab"]
 def test_f33_a_slab_that_loses_its_end_block_by_block(rig):
     rng = random.Random(38)
-    by_place = rig.disk.keys_by_place()
-    path, _ = rig.disk.place(by_place[0])
+    by_place = list(rig.blocks)
     for n, key in enumerate(reversed(by_place[NUM_FINE:]), start=1):
-        _, at = rig.disk.place(key)
-        os.truncate(path, at + rng.randrange(rig.disk.stride))
+        rig.blocks[key].truncate(rng)
         failed, removed, _ = rig.run([key], [NUM], load=True)
         assert (failed, removed) == ([0], [key])
         assert rig.word(TierWord.BLOCKS_BAD) == n
@@ -158,11 +119,9 @@ def test_f33_a_slab_that_loses_its_end_block_by_block(rig):
 @only["fs"]
 def test_f33_files_that_grew_or_became_something_else(rig):
     for i, key in enumerate(KEYS[:NUM_BAD]):
-        path, _ = rig.disk.place(key)
         if i % 2:
-            with path.open("ab") as file:
-                file.write(b"\0" * (1 + i % 4096))
+            rig.blocks[key].append(1 + i % 4096)
         else:
-            path.unlink()
-            path.symlink_to(rig.disk.place(KEYS[-1])[0])
+            rig.blocks[key].path.unlink()
+            rig.blocks[key].path.symlink_to(rig.blocks[KEYS[-1]].path)
     expect_misses(rig, set(KEYS[:NUM_BAD]))
