@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lint types fuzz bench-start bench-idle bench-policies \
+.PHONY: install demo test lint types fuzz soak bench-start bench-idle bench-policies \
   bench-manager bench-adopt test-differential test-vllm clean
 
 install: $(INSTALLED)
@@ -30,6 +30,13 @@ fuzz: $(INSTALLED)
 	@echo "repeat with: make fuzz SEED=$$SHMOFFLOAD_FUZZ_SEED"
 	SHMOFFLOAD_FUZZ_SCALE=3 $(BIN)/python -m pytest $(wildcard tests/*/test_fuzz_*.py \
 	  tests/*/*/test_fuzz_*.py)
+
+# A live replay under random faults of every kind; prints where its JSON report is. Exit
+# status 0 green, 1 not. Below MINUTES=2 not every kind gets its turn, and it says so.
+MINUTES ?= 10
+soak: $(INSTALLED)
+	$(BIN)/python tools/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
+	  $(if $(MIN_FAULTS),--min-faults $(MIN_FAULTS))
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
