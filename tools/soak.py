@@ -51,6 +51,9 @@ def main() -> int:
             with _words_to(log):
                 report = run_soak(settings, on_piece=_show)
         out.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    except KeyboardInterrupt:
+        print("soak: interrupted: no report", file=sys.stderr)
+        return 130
     except (ShmoffloadError, OSError) as error:
         print(f"soak: {error}", file=sys.stderr)
         return 2 if isinstance(error, BadInputError) else 1

@@ -190,7 +190,7 @@ def _decode_jsonl(data: bytes) -> _Trace:
             continue
         try:
             t_ms, n_in, n_out, ids = _jsonl_row(line)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"line {number}: {_one_line(error)}") from error
         leaf = -1
         for block_id in ids:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from shmoffload.wire.region import PrimaryRegion
 
 _MAX_KEY_BYTES = 40
+MAX_GENERATION = 1 << 48
+"""Of 56 bits; the rest is for the engines to come."""
 _READY = int(SlotState.READY)  # a plain int: IntEnum costs 0.1 us here
 
 
@@ -55,8 +57,12 @@ def find_residents(region: PrimaryRegion, *, check: bool) -> Residents:
     num_dropped = num_unfinished = 0
     for slot, record in enumerate(region.records()):
         word, num_bytes, key_bytes, _, padded_key, _ = record
-        generations.append(word >> 8)
-        state = word & 0xFF
+        generation, state = word >> 8, word & 0xFF
+        if generation > MAX_GENERATION:  # no engine lives so long: damage
+            generations.append(0)
+            num_dropped += 1
+            continue
+        generations.append(generation)
         if state != _READY:
             num_unfinished += state != SlotState.FREE
             continue

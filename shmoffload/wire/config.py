@@ -24,7 +24,7 @@ from shmoffload.wire.sizes import parse_size
 
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,30}")
 MAX_TIERS: Final = 8
-MAX_WAIT_S: Final = 86400
+MIN_WAIT_S, MAX_WAIT_S = 0.001, 86400
 MAX_PATH_BYTES: Final = 1024
 MAX_TRACKED: Final = 10_000_000
 BUILT_IN_POLICIES: Final = ("auto", "lru", "arc", "arc2")
@@ -191,7 +191,7 @@ def from_toml(text: str, *, tiers_only: bool = False) -> Config:
     """Check TOML text; see ``load``."""
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:  # nested without end
         raise ConfigError(f"the configuration is not TOML: {error}") from error
     if tiers_only:
         raw.setdefault("primary", {"block_bytes": 1, "slots": 1})
@@ -273,8 +273,9 @@ def _check_limits(limits: LimitsConfig) -> None:
         value = getattr(limits, name)
         is_time = name.endswith("_s")
         is_off = value == 0 and name == "prefill_s_per_block"
-        if not isinstance(value, str) and not (0 < value < math.inf or is_off):
-            raise ConfigError(f"limits.{name} = {value} must be a number above 0")
+        least = MIN_WAIT_S if is_time else 0
+        if not isinstance(value, str) and not (least < value < math.inf or is_off):
+            raise ConfigError(f"limits.{name} = {value} must be a number above {least}")
         if is_time and value > MAX_WAIT_S:
             raise ConfigError(
                 f"limits.{name} = {value:g} is longer than a day: give at most "

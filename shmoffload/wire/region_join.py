@@ -94,10 +94,13 @@ class Geometry(NamedTuple):
         found = cls(num_slots, block_bytes, namespace)
         if magic != _MAGIC or phase not in (FRESH, OWNED) or num_slots < 1:
             return None
+        size = os.fstat(fd).st_size
+        if max(num_slots, block_bytes) > size:  # damage, and too large to pack
+            return None
         same = found.pack()
         if raw[8:40] != same[8:40] or raw[48:] != same[48:]:  # all but magic, phase
             return None
-        return found if os.fstat(fd).st_size == found.file_bytes else None
+        return found if size == found.file_bytes else None
 
 
 class Joining:

@@ -27,6 +27,7 @@ import errno
 import hashlib
 import hmac
 import os
+import re
 import shlex
 import stat
 from typing import Final
@@ -41,6 +42,7 @@ FINGERPRINT_BYTES: Final = 8
 _FINGERPRINT: Final = b"shmoffload 1 fingerprint"
 _BLOCK: Final = b"shmoffload 1 block"
 _NAMESPACE: Final = b"shmoffload 1 namespace"
+_HEX: Final = re.compile(rb"[0-9A-Fa-f]{%d}" % (2 * KEY_BYTES))
 _MAX_FILE_BYTES: Final = 2 * KEY_BYTES + 2  # hex digits and an end of line
 _MAY_PASS: Final = frozenset(
     {errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE}
@@ -108,12 +110,9 @@ def _decoded(data: bytes) -> bytes | None:
         # 32 letters are a password, or half of the hex digits; never random bytes.
         return None if data.isascii() and data.decode().isprintable() else data
     text = data.rstrip(b"\r\n")
-    if len(text) != 2 * KEY_BYTES:
+    if not _HEX.fullmatch(text):  # fromhex alone passes over blanks
         return None
-    try:
-        return bytes.fromhex(text.decode("ascii"))
-    except ValueError:
-        return None
+    return bytes.fromhex(text.decode("ascii"))
 
 
 class Cipher:

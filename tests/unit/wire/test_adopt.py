@@ -55,6 +55,15 @@ def test_only_whole_records_are_taken(region):
     assert (found.num_dropped, found.num_unfinished) == (4, 3)
 
 
+def test_a_generation_that_no_engine_reaches_is_damage(region):
+    write(region, 0, (1 << 64) - 256 | READY)
+    write(region, 1, 5 << 8 | READY, KEYS[1])
+    found = find_residents(region, check=False)
+    assert found.blocks == [(KEYS[1], 1)]
+    assert found.generations[:2] == [0, 5]
+    assert found.num_dropped == 1
+
+
 def test_a_checksum_has_to_be_of_this_key_and_these_bytes(region):
     for slot in range(4):
         region.slot_view(slot)[:] = bytes([slot + 1]) * BLOCK_BYTES

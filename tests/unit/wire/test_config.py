@@ -201,6 +201,7 @@ def test_unreadable_files(tmp_path):
         (None, "cannot be read (No such file or directory): give a TOML file"),
         (b"\xff\xfe", "is no text: give a TOML file"),
         (b"[primary", "the configuration is not TOML: "),
+        (b"a = " + b"[" * 3000, "the configuration is not TOML: "),
     ):
         path = tmp_path / "c.toml"
         if content is not None:

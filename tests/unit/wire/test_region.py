@@ -201,6 +201,14 @@ def test_another_geometry_is_refused(region, session_name, other):
         PrimaryRegion.open(config_of(session_name, **other))
 
 
+@pytest.mark.parametrize("word", [3, 4], ids=["slots", "block bytes"])
+def test_a_damaged_size_is_a_header_that_does_not_hold(region, word):
+    """Too large to be packed: a start makes another region, in words if not."""
+    os.pwrite(region.fd, (2**64 - 4096).to_bytes(8, "little"), word * 8)
+    with pytest.raises(StartError, match="no primary region"):
+        PrimaryRegion.from_fd(os.dup(region.fd))
+
+
 def test_from_fd_believes_only_a_header_that_holds(region):
     worker = PrimaryRegion.from_fd(os.dup(region.fd))
     region.slot_view(1)[:2] = b"ok"

@@ -77,6 +77,8 @@ def test_key_that_others_can_reach(tmp_path, mode):
         (KEY.hex().encode()[:32], "32"),
         (KEY + b"\n", "33"),
         (b"g" * 64, "64"),
+        (b" " * 64, "64"),
+        (b"ab " * 16 + b"ab" * 8, "64"),
         ("é".encode() * 32, "64"),
         (KEY * 1000, "too many"),
     ],
