@@ -54,11 +54,12 @@ class TierKeeper:
         page: SessionPage,
         worker_command: Sequence[str],
     ) -> None:
-        """Go on from the epochs in ``page``: none is used twice in a session."""
+        """Go on from the words in ``page``: no epoch is used twice in a session."""
         self.page: SessionPage | None = page
         # Bounded, for others can write the page: beyond it no next one would exist.
         last = min(page.get_tier(tier_idx, TierWord.WORKER_EPOCH), MAX_EPOCH)
         self.life = WorkerLife(config.limits, epoch=last)
+        self.life.restarts = min(page.get_tier(tier_idx, TierWord.RESTARTS), MAX_EPOCH)
         self._tier_idx = tier_idx
         self._name = config.tier[tier_idx].name
         self._command = worker_command

@@ -59,7 +59,7 @@ _QUIET_EVERY: Final = 3
 _LAST_FAULTS_AT: Final = 0.85
 """Of a piece's requests; later ones are too few to find open jobs with."""
 _SHOWN: Final = {
-    "worker_epoch": TierWord.WORKER_EPOCH,  # RESTARTS is of the last supervisor only
+    "worker_epoch": TierWord.WORKER_EPOCH,
     "jobs_failed": TierWord.JOBS_FAILED,
     "late_replies": TierWord.LATE_REPLIES,
     "blocks_bad": TierWord.BLOCKS_BAD,
