@@ -273,12 +273,12 @@ def _check_limits(limits: LimitsConfig) -> None:
         value = getattr(limits, name)
         is_time = name.endswith("_s")
         is_off = value == 0 and name == "prefill_s_per_block"
-        least = MIN_WAIT_S if is_time else 0
-        if not isinstance(value, str) and not (least < value < math.inf or is_off):
-            raise ConfigError(f"limits.{name} = {value} must be a number above {least}")
-        if is_time and value > MAX_WAIT_S:
+        if not isinstance(value, str) and not (0 < value < math.inf or is_off):
+            raise ConfigError(f"limits.{name} = {value} must be a number above 0")
+        if is_time and not MIN_WAIT_S <= value <= MAX_WAIT_S:
+            what = "longer than a day" if value > MAX_WAIT_S else "too short"
             raise ConfigError(
-                f"limits.{name} = {value:g} is longer than a day: give at most "
+                f"limits.{name} = {value:g} is {what}: give {MIN_WAIT_S} to "
                 f"{MAX_WAIT_S} (seconds)"
             )
     if limits.max_cascade_share > 1:

@@ -1,5 +1,6 @@
 """No public call waits, whatever the tiers do (INV-31)."""
 
+import gc
 import resource
 import time
 
@@ -8,6 +9,7 @@ from manager_kit import Rig, keys, make_mailbox
 from shmoffload.core.types import Residency, ScheduleEndContext
 
 NUM_KEYS, MAX_CPU_S = 1000, 5e-3
+MAX_ROUNDS = 25  # a neighbour on the machine makes a call dearer, none makes it cheaper
 
 
 def measured(call):
@@ -44,7 +46,8 @@ def calls_of_a_step(rig, names, tier_keys):
 def test_no_call_waits_or_takes_long():
     names, tier_keys = keys(*range(NUM_KEYS)), keys(*range(5000, 5000 + NUM_KEYS))
     cpu_s = {}
-    for _ in range(5):
+    gc.freeze()  # what other tests have left is not this manager's to look through
+    for _ in range(MAX_ROUNDS):
         tier = make_mailbox(credit_blocks=10 * NUM_KEYS)
         tier.feed([Residency(1, added=tier_keys)])
         rig = Rig(3 * NUM_KEYS, tiers=[tier])
@@ -54,5 +57,8 @@ def test_no_call_waits_or_takes_long():
             switches, spent_s = measured(call)
             assert switches == 0, f"{name} has waited"
             cpu_s[name] = min(spent_s, cpu_s.get(name, spent_s))
-    slow = {name: s for name, s in cpu_s.items() if s > MAX_CPU_S}
+        slow = {name: s for name, s in cpu_s.items() if s > MAX_CPU_S}
+        if not slow:
+            break
+    gc.unfreeze()
     assert not slow

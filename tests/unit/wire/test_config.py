@@ -98,7 +98,11 @@ REFUSED = {
     ),
     "limit of years": (
         changed(limits={"heartbeat_s": 1e12}),
-        "heartbeat_s = 1e.12 is longer than a day: give at most 86400",
+        "heartbeat_s = 1e.12 is longer than a day: give 0.001 to 86400",
+    ),
+    "deadline of a nanosecond": (
+        changed(limits={"job_deadline_s": 1e-9}),
+        "job_deadline_s = 1e-09 is too short: give 0.001 to 86400",
     ),
     "hung before a beat": (
         changed(limits={"heartbeat_s": 30, "hung_after_s": 2}),
