@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 from shmoffload.core.offers import OfferRule
 from shmoffload.core.tier_speed import SpeedRule
 from shmoffload.core.types import TierTraits, parse_admit
+from shmoffload.wire.layout import blocks_a_piece
 
 if TYPE_CHECKING:
     from shmoffload.wire.config import Config, TierConfig
@@ -22,8 +23,6 @@ _PLACES: Final = {
     "memory": ("CPU", "LOCAL"),
 }
 """Type -> medium, locality. Of a plug-in nothing is known: every filter means it."""
-_PIECE_BYTES: Final = 8 << 20
-"""As in ``worker.executor``, which an engine need not import."""
 
 
 class CoreSettings(TypedDict):
@@ -47,7 +46,7 @@ def core_settings(config: Config) -> CoreSettings:
         ),
         "speed": SpeedRule(
             deadline_min_s=config.limits.job_deadline_min_s,
-            piece_blocks=max(1, _PIECE_BYTES // config.stride),
+            piece_blocks=blocks_a_piece(config.stride),
             prefill_s_per_block=config.limits.prefill_s_per_block,
         ),
     }

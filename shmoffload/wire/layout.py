@@ -20,6 +20,8 @@ import xxhash
 
 PAGE_BYTES: Final = 4096
 LAYOUT_VERSION: Final = 1
+PIECE_BYTES: Final = 8 << 20
+"""What one call of a tier moves at most; one block, if that is larger."""
 
 # magic, layout, key length, payload length, namespace digest, key, payload xxh3
 _BODY: Final = struct.Struct("<8sIIQ16s40sQ")
@@ -58,6 +60,11 @@ def stride_of(block_bytes: int) -> int:
     A multiple of 4 KiB, because O_DIRECT refuses everything else.
     """
     return round_up_to_page(block_bytes) + PAGE_BYTES
+
+
+def blocks_a_piece(stride: int) -> int:
+    """Return how many blocks one call of a tier moves at most."""
+    return max(1, PIECE_BYTES // stride)
 
 
 def namespace_digest(namespace: str) -> bytes:

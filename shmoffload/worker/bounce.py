@@ -27,11 +27,12 @@ from shmoffload.wire.layout import (
     CIPHER_BYTES,
     HEADER_BYTES,
     PAGE_BYTES,
+    blocks_a_piece,
     open_cipher,
     seal_cipher,
 )
 from shmoffload.worker.crypt import TAG_BYTES, Cipher, read_key
-from shmoffload.worker.seal import Pages, Sealer, blocks_a_piece
+from shmoffload.worker.seal import Pages, Sealer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

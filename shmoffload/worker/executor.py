@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from shmoffload.errors import TierError
+from shmoffload.wire.layout import blocks_a_piece
 from shmoffload.wire.session import Fault, TierWord
 from shmoffload.worker.breaker import Breaker
 from shmoffload.worker.faults import StorageGoneError, fault_of
-from shmoffload.worker.seal import Sealer, blocks_a_piece
+from shmoffload.worker.seal import Sealer
 from shmoffload.worker.tier import BlockStatus
 
 if TYPE_CHECKING:

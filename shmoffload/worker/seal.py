@@ -13,7 +13,7 @@ harmless. Both cost under 1 us a block.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from shmoffload.wire.layout import PAGE_BYTES, seal_header
 
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 
     from shmoffload.wire.config import TierConfig
     from shmoffload.worker.tier import Region
-
-PIECE_BYTES: Final = 8 << 20
-"""What one call of a tier moves at most; one block, if that is larger."""
-
-
-def blocks_a_piece(stride: int) -> int:
-    """Return how many blocks one call of a tier moves at most."""
-    return max(1, PIECE_BYTES // stride)
 
 
 class Pages:

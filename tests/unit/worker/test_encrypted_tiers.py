@@ -11,13 +11,13 @@ from executor_kit import Rig
 
 from shmoffload.cli.verify import verify_command
 from shmoffload.testing.tier_tests import HeapRegion, key_of
+from shmoffload.wire import layout
 from shmoffload.wire.config import TierConfig
-from shmoffload.wire.layout import HEADER_BYTES, PAGE_BYTES
+from shmoffload.wire.layout import HEADER_BYTES, PAGE_BYTES, PIECE_BYTES
 from shmoffload.wire.session import TierWord
-from shmoffload.worker import seal
 from shmoffload.worker.bounce import BounceRegion, CipherSealer
 from shmoffload.worker.crypt import Cipher
-from shmoffload.worker.seal import PIECE_BYTES, Sealer, sealer_of
+from shmoffload.worker.seal import Sealer, sealer_of
 from shmoffload.worker.tiers.fs import FsTier
 from shmoffload.worker.tiers.memory import MemoryTier
 from shmoffload.worker.tiers.slab import SlabTier
@@ -376,7 +376,7 @@ def test_threads_never_share_a_slot():
 @pytest.mark.parametrize("kind", DISKS)
 def test_many_threads_many_pieces(kind, tmp_path, monkeypatch):
     """Loads and stores side by side, each job in several pieces."""
-    monkeypatch.setattr(seal, "PIECE_BYTES", 3 * 12288)
+    monkeypatch.setattr(layout, "PIECE_BYTES", 3 * 12288)
     region = HeapRegion(4 * NUM)
     with make(kind, tmp_path, region=region, threads=4) as rig:
         assert rig.sealer.region.num_slots == 15

@@ -4,8 +4,8 @@ import pytest
 from executor_kit import Rig
 
 from shmoffload.testing.tier_tests import HeapRegion, deadline, key_of
+from shmoffload.wire import layout
 from shmoffload.wire.session import TierWord
-from shmoffload.worker import seal
 from shmoffload.worker.tiers.fs import FsTier
 from shmoffload.worker.tiers.memory import MemoryTier
 from shmoffload.worker.tiers.slab import SlabTier
@@ -64,7 +64,7 @@ def test_evicted_keys_are_told_and_own_keys_are_kept(tmp_path):
 
 
 def test_a_job_larger_than_the_tier_says_what_did_not_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(seal, "PIECE_BYTES", 1)
+    monkeypatch.setattr(layout, "PIECE_BYTES", 1)
     region = HeapRegion()
     with Rig(SlabTier(), region, path=tmp_path, max_blocks=3) as rig:
         keys = [key_of(i) for i in range(5)]
